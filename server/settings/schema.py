@@ -17,7 +17,7 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """A TOML table. Unknown keys are refused by name."""
 
 
-class ServerSettings(_Section):
+class ServerSettings(_Section, frozen=True):
     """[server]: the HTTP side and the processes."""
 
     host: str
@@ -32,7 +32,7 @@ class ServerSettings(_Section):
     log_level: Literal["debug", "info", "warning", "error"]
 
 
-class ModelSettings(_Section):
+class ModelSettings(_Section, frozen=True):
     """[model]: what is served. `path` is a folder, a hub cache folder or a hub id."""
 
     path: str
@@ -40,7 +40,7 @@ class ModelSettings(_Section):
     served_name: str
 
 
-class EngineSettings(_Section):
+class EngineSettings(_Section, frozen=True):
     """[engine]: the model worker. 0 or "auto" means: chosen by `resolve`, which logs the choice with its reason."""
 
     backend: Literal["auto", "cuda", "torch"]
@@ -56,7 +56,7 @@ class EngineSettings(_Section):
     watchdog_s: Seconds
 
 
-class KVSettings(_Section):
+class KVSettings(_Section, frozen=True):
     """[kv]: the paged KV pool."""
 
     block_size: Literal[8, 16, 32, 64]
@@ -66,7 +66,7 @@ class KVSettings(_Section):
     prefix_cache: bool
 
 
-class Settings(_Section):
+class Settings(_Section, frozen=True):
     """All sections. Objects receive the section that they need, never everything."""
 
     server: ServerSettings
