@@ -1,0 +1,323 @@
+"""The web worker's side of the engine: one connection, many requests, each an async iterator of TokenOutput.
+
+When an engine dies, its listener lives on: the client connects again and submits every live request with the tokens
+that it has already received, so that a stream goes on where it stopped. Knows no HTTP and no text.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import secrets
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from server.engine.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Hello,
+    Message,
+    Outputs,
+    ProtocolError,
+    SamplingParams,
+    Submit,
+    TokenOutput,
+    encode_frame,
+    take_frames,
+)
+from server.errors import EngineDead, NotReady, Overloaded
+from server.launch.board import Board, ModelState, StopMode
+
+logger = logging.getLogger(__name__)
+
+RECOVERY_LIMIT_S = 5.0  # new requests wait this long for an engine that is coming back, then they are refused
+RESUME_LIMIT_S = 60.0  # running streams wait this long, then they fail
+RECONNECT_INTERVAL_S = 0.02
+MAX_RETRY_AFTER_S = 120
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLimits:
+    """max_requests: running and waiting, in the whole service. max_waiting_tokens: prompts of this worker that wait."""
+
+    max_requests: int
+    max_waiting_tokens: int
+    watchdog_s: float
+
+
+class RequestStream:
+    """The outputs of one request. Iterate until an output has a finish_reason; call `abort` to stop earlier."""
+
+    def __init__(self, client: "EngineClient", submit: Submit) -> None:
+        self._client = client
+        self._submit = submit
+        self._received: list[int] = []
+        self._outputs: deque[TokenOutput] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_final = False
+
+    @property
+    def request_id(self) -> int:
+        """Unique over all web workers of the service."""
+        return self._submit.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt that was submitted."""
+        return self._submit.num_prompt_tokens
+
+    @property
+    def has_started(self) -> bool:
+        """Whether a token has come: the request no longer waits."""
+        return bool(self._received) or self._is_final
+
+    def __aiter__(self) -> "RequestStream":
+        return self
+
+    async def __anext__(self) -> TokenOutput:
+        """The next output. Ends after the final one; raises EngineDead when the service gives the request up."""
+        while not self._outputs:
+            if self._is_final:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        output = self._outputs.popleft()
+        if output.token_id < 0 and output.finish_reason == "error" and output.error == _ENGINE_GONE:
+            raise EngineDead(_ENGINE_GONE)
+        return output
+
+    async def __aenter__(self) -> "RequestStream":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        """Free the request in the engine. Does nothing once it has ended; safe to call twice."""
+        if not self._is_final:
+            self._is_final = True
+            self._client.abort(self)
+        self._wake()
+
+    def resubmission(self) -> Submit:
+        """The request as a new engine must see it: the prompt and everything received so far."""
+        first = self._submit
+        if not self._received:
+            return first
+        token_ids = first.token_ids + self._received
+        return Submit(first.request_id, token_ids, first.num_prompt_tokens, first.sampling, first.priority)
+
+    def deliver(self, output: TokenOutput) -> None:
+        """Called by the client for each output."""
+        if output.token_id >= 0:
+            self._received.append(output.token_id)
+        self._is_final = output.finish_reason is not None
+        self._outputs.append(output)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+_ENGINE_GONE = "the engine did not come back"
+
+
+class EngineClient:
+    """Connects at `start` and again after each end-of-file, until `close` or the service's stop."""
+
+    def __init__(self, socket_path: str, board: Board, limits: ClientLimits) -> None:
+        self._socket_path = socket_path
+        self._board = board
+        self._limits = limits
+        self._live: dict[int, RequestStream] = {}
+        self._connection: _Connection | None = None
+        self._down_since: float | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        # Two web workers must never choose the same id, also not after one was replaced.
+        self._ids = itertools.count(secrets.randbits(32) << 32)
+        self._first_tokens: deque[float] = deque(maxlen=256)
+
+    async def start(self) -> None:
+        """Begin to connect. Returns at once: the engine may be ready much later."""
+        self._tasks = [asyncio.create_task(self._stay_connected())]
+        if self._limits.watchdog_s:
+            self._tasks.append(asyncio.create_task(self._watch()))
+
+    async def close(self) -> None:
+        """Drop the connection, which aborts this worker's requests in the engine."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._connection is not None:
+            self._connection.close()
+
+    @property
+    def num_live(self) -> int:
+        """Requests submitted by this worker that have not ended."""
+        return len(self._live)
+
+    def submit(self, token_ids: list[int], sampling: SamplingParams, priority: int = 0) -> RequestStream:
+        """Admit a request. Raises NotReady while no engine can take it, Overloaded when too much waits."""
+        self._check_ready()
+        self._check_room(len(token_ids))
+        message = Submit(next(self._ids), token_ids, len(token_ids), sampling, priority)
+        stream = RequestStream(self, message)
+        self._live[stream.request_id] = stream
+        self._send(message)
+        return stream
+
+    def abort(self, stream: RequestStream) -> None:
+        """Called by RequestStream.abort."""
+        if self._live.pop(stream.request_id, None) is not None:
+            self._send(Abort(stream.request_id))
+
+    def _check_ready(self) -> None:
+        board = self._board
+        if board.stop != StopMode.NONE:
+            raise NotReady("the service is stopping")
+        if board.model_state == ModelState.READY:
+            return
+        if not board.ready_at:
+            raise NotReady("the model is loading")
+        if self._down_since is not None and time.monotonic() - self._down_since > RECOVERY_LIMIT_S:
+            raise NotReady("the engine is restarting")
+
+    def _check_room(self, num_tokens: int) -> None:
+        limits, board = self._limits, self._board
+        # The board is one step late and counts everybody, ours is exact and counts this worker: the larger is nearer.
+        num_requests = max(len(self._live), board.num_running + board.num_waiting)
+        if num_requests >= limits.max_requests:
+            raise Overloaded(
+                f"{num_requests} requests run or wait, at most {limits.max_requests} may", self._retry_after_s()
+            )
+        waiting_tokens = sum(stream.num_prompt_tokens for stream in self._live.values() if not stream.has_started)
+        if waiting_tokens and waiting_tokens + num_tokens > limits.max_waiting_tokens:
+            raise Overloaded(
+                f"{waiting_tokens} prompt tokens wait, at most {limits.max_waiting_tokens} may", self._retry_after_s()
+            )
+
+    def _retry_after_s(self) -> int:
+        """Time for the waiting requests to start at the rate of the last ones; at most MAX_RETRY_AFTER_S."""
+        times = self._first_tokens
+        if len(times) < 2 or times[-1] <= times[0]:
+            return 1
+        rate = (len(times) - 1) / (times[-1] - times[0])
+        num_waiting = sum(not stream.has_started for stream in self._live.values())
+        return min(MAX_RETRY_AFTER_S, max(1, round(num_waiting / rate)))
+
+    def _send(self, message: Message) -> None:
+        if self._connection is not None:
+            self._connection.send(message)
+
+    async def _stay_connected(self) -> None:
+        """The connection's life. Every exit from here has ended all live requests."""
+        loop = asyncio.get_running_loop()
+        while self._board.stop == StopMode.NONE:
+            try:
+                _, connection = await loop.create_unix_connection(lambda: _Connection(self._receive), self._socket_path)
+            except OSError as error:
+                logger.debug("engine not reachable: %s", error)
+                self._give_up_if_too_late()
+                await asyncio.sleep(RECONNECT_INTERVAL_S)
+                continue
+            self._connection = connection
+            for stream in self._live.values():
+                connection.send(stream.resubmission())
+            await self._until_lost(connection)
+            self._connection = None
+            self._down_since = time.monotonic()
+        self._fail_all()
+
+    async def _until_lost(self, connection: "_Connection") -> None:
+        """Wait for end-of-file; a connection in the backlog is silent until an engine accepts it, hence the limit."""
+        while not connection.lost.done():
+            await asyncio.wait([connection.lost], timeout=1.0)
+            self._give_up_if_too_late()
+
+    def _give_up_if_too_late(self) -> None:
+        if self._down_since is not None and time.monotonic() - self._down_since > RESUME_LIMIT_S:
+            self._fail_all()
+
+    def _fail_all(self) -> None:
+        for request_id, stream in list(self._live.items()):
+            del self._live[request_id]
+            stream.deliver(TokenOutput(request_id, -1, float("nan"), "error", _ENGINE_GONE))
+
+    def _receive(self, message: Message) -> None:
+        if isinstance(message, Outputs):
+            for output in message.items:
+                self._deliver(output)
+        elif isinstance(message, Hello):
+            self._down_since = None
+            if message.version != PROTOCOL_VERSION:
+                raise ProtocolError(f"engine speaks version {message.version}, this worker {PROTOCOL_VERSION}")
+
+    def _deliver(self, output: TokenOutput) -> None:
+        stream = self._live.get(output.request_id)
+        if stream is None:
+            return  # aborted meanwhile
+        if not stream.has_started:
+            self._first_tokens.append(time.monotonic())
+        if output.finish_reason is not None:
+            del self._live[output.request_id]
+        stream.deliver(output)
+
+    async def _watch(self) -> None:
+        """Kill an engine that has work and does not step. It reads the board, so a stalled loop here accuses nobody."""
+        board, limit_s = self._board, self._limits.watchdog_s
+        while True:
+            await asyncio.sleep(limit_s / 10)
+            pid, beat = board.model_pid, board.engine_beat
+            if board.model_state != ModelState.READY or time.monotonic() - beat <= limit_s:
+                continue
+            if pid == board.model_pid and beat == board.engine_beat:
+                logger.error("the engine (pid %d) has not stepped for %.1f s: killed", pid, time.monotonic() - beat)
+                board.model_state = ModelState.NONE  # the first web worker that sees it; the next one finds no READY
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+class _Connection(asyncio.Protocol):
+    """Frames over one socket. `lost` is done at end-of-file."""
+
+    def __init__(self, on_message: Callable[[Message], None]) -> None:
+        self._on_message = on_message
+        self._buffer = bytearray()
+        self._transport: asyncio.Transport | None = None
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        try:
+            for message in take_frames(self._buffer):
+                self._on_message(message)
+        except ProtocolError:
+            logger.exception("closing the connection to the engine")
+            self.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.lost.done():
+            self.lost.set_result(None)
+
+    def send(self, message: Message) -> None:
+        """Write one frame; between the peer's death and our end-of-file it is lost: the resubmission carries it."""
+        if self._transport is not None and not self._transport.is_closing():
+            with contextlib.suppress(RuntimeError, OSError):
+                self._transport.write(encode_frame(message))
+
+    def close(self) -> None:
+        """Close the socket; `lost` follows."""
+        if self._transport is not None:
+            self._transport.abort()
