@@ -1,0 +1,69 @@
+"""The `model-server` command. Parses arguments and hands over; each command's work is in the module beside it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from server.errors import ServerError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+_EXIT_PERMANENT = 4
+
+
+@app.callback()
+def main() -> None:
+    """A model server whose cold start takes seconds."""
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help="folder, hub cache folder or hub id; empty: what the profile says")] = "",
+    profile: Annotated[str, typer.Option(help="name of a file in config/profiles")] = "",
+    host: Annotated[str, typer.Option(help="address to listen on")] = "",
+    port: Annotated[int | None, typer.Option(help="port to listen on; 0: any free one")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="any setting")] = None,
+) -> None:
+    """Serve a model: replaces this process by gunicorn, so signals reach its master."""
+    from server.cli.serve import exec_gunicorn
+
+    named = {"model.path": model, "server.host": host, "server.port": port}
+    overrides = {key: value for key, value in named.items() if value not in ("", None)}
+    _run(lambda: exec_gunicorn(profile, overrides, set_ or []))
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="checkpoint folder to read")],
+    target: Annotated[Path, typer.Argument(help="folder to make")],
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")],
+) -> None:
+    """Write a checkpoint in another dtype (safetensors to safetensors)."""
+    from server.cli.convert import convert as run
+
+    _run(lambda: run(source, target, dtype))
+
+
+@app.command("make-model")
+def make_model(
+    shape: Annotated[str, typer.Argument(help="qwen2-7b, qwen2-0.5b, ...: see the error for the list")],
+    target: Annotated[Path, typer.Argument(help="folder to make")],
+    seed: Annotated[int, typer.Option(help="the same seed gives the same bytes")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "bfloat16",
+    tokenizer: Annotated[Path | None, typer.Option(help="folder whose tokenizer files are copied")] = None,
+) -> None:
+    """Make a random-weight checkpoint of a known shape, for benchmarks without downloads."""
+    from server.cli.make_model import make_model as run
+
+    _run(lambda: run(shape, target, seed=seed, dtype=dtype, tokenizer=tokenizer))
+
+
+def _run(command: Callable[[], object]) -> None:
+    """Run a command; a fault of the user's becomes one line and exit code 4."""
+    try:
+        command()
+    except ServerError as error:
+        typer.echo(f"model-server: {error}", err=True)
+        raise typer.Exit(_EXIT_PERMANENT) from error
