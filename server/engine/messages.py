@@ -12,7 +12,8 @@ PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 8 << 20
 _LENGTH_BYTES = 4
 
-FinishReason = Literal["length", "eos", "stop_token", "error", "refused"]
+# refused: the request can never be served (InvalidRequest). overloaded: no room for it now (Overloaded).
+FinishReason = Literal["length", "eos", "stop_token", "error", "refused", "overloaded"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
@@ -47,6 +48,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
 
     token_ids[:num_prompt_tokens] is the prompt; what follows was generated (and delivered) before.
     `request_id` is unique over all web workers of the service: random 32 bits of the process, then a counter.
+    A lower `priority` value runs earlier (see server.scheduler.request.PRIORITY_HEAD_START).
     """
 
     request_id: int

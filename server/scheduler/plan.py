@@ -6,15 +6,17 @@ A request has known tokens and computed tokens; a chunk closes part of the gap:
     KV        |  in the pool already |   this chunk writes   |   later chunks    |
 
 A chunk that reaches num_known samples the next token.
+
+Structs rather than dataclasses: one chunk and one sampled token are made per request and step, and a frozen dataclass
+takes 1.3 us to make against 0.1 us. They hold no cycles, so the garbage collector need not look at them.
 """
 
-from dataclasses import dataclass
+import msgspec
 
 from server.engine.messages import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class SlotReset:
+class SlotReset(msgspec.Struct, frozen=True, gc=False):
     """Before the step runs, slot `slot` becomes that of a new (or resumed) request.
 
     token_ids are all tokens known so far, prompt and output; they seed the slot's seen-token set (repetition
@@ -28,8 +30,7 @@ class SlotReset:
     sampling: SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class TokenChunk:
+class TokenChunk(msgspec.Struct, frozen=True, gc=False):
     """Consecutive tokens of one request, computed in this step.
 
     start:       position of the first token = tokens with KV in the pool already (computed, or prefix hits)
@@ -53,8 +54,7 @@ class TokenChunk:
         return not self.token_ids
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(msgspec.Struct, frozen=True, gc=False):
     """One step: slots to reset first, then chunks (decode chunks first) that all run together."""
 
     step: int
@@ -67,8 +67,7 @@ class StepPlan:
         return sum(chunk.num_tokens for chunk in self.chunks)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(msgspec.Struct, frozen=True, gc=False):
     """What the runner reports for one sampling chunk. `is_finite` false: the logits held NaN or all -inf."""
 
     request_id: int
@@ -78,8 +77,7 @@ class SampledToken:
     is_finite: bool
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(msgspec.Struct, frozen=True, gc=False):
     """The sampled tokens of a plan, in the order of its sampling chunks."""
 
     step: int
