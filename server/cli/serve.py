@@ -29,7 +29,7 @@ def exec_gunicorn(profile: str, overrides: Mapping[str, object], assignments: Se
 def gunicorn_config() -> Path:
     """gunicorn.conf.py of a checkout, or the copy inside an installed wheel."""
     package = Path(server.__file__).parent
-    candidates = (package.parent / "gunicorn.conf.py", package / "_data" / "gunicorn.conf.py")
+    candidates = (package.parent / "gunicorn.conf.py", package / "gunicorn.conf.py")
     for candidate in candidates:
         if candidate.is_file():
             return candidate
