@@ -1,0 +1,100 @@
+"""What this machine offers, found by looking at files only: a CUDA call before the last fork would poison every child.
+
+Knows device nodes, libraries and CPU limits. Does not know settings.
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from math import ceil
+from pathlib import Path
+
+_LIBRARY_FOLDERS = (
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/usr/lib64",
+    "/usr/lib",
+    "/usr/local/nvidia/lib64",
+    "/usr/local/cuda/compat",
+    "/usr/lib/wsl/lib",
+)
+_LIBCUDA = "libcuda.so.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """`num_cores` are those that this process may use: affinity and the control group's quota are counted."""
+
+    num_cores: int
+    num_gpus: int
+    libcuda_path: str | None
+    has_torch: bool
+
+    @property
+    def has_cuda(self) -> bool:
+        """Whether a context could be made here, as far as files tell."""
+        return self.num_gpus > 0 and self.libcuda_path is not None
+
+
+def detect_machine(root: Path = Path("/")) -> Machine:
+    """Look at this machine; `root` is another one's file system in tests and images."""
+    return Machine(
+        num_cores=min(len(os.sched_getaffinity(0)), quota_cores(root) or 1 << 30),
+        num_gpus=sum(
+            1
+            for path in (root / "dev").glob("nvidia*")
+            if re.fullmatch(r"nvidia\d+", path.name)
+        ),
+        libcuda_path=find_libcuda(
+            root, os.environ.get("LD_LIBRARY_PATH", "").split(":")
+        ),
+        has_torch=find_spec("torch") is not None,
+    )
+
+
+def find_libcuda(root: Path, search_path: Sequence[str] = ()) -> str | None:
+    """Where the dynamic linker would find the driver. Not loaded: libcuda in the maps forbids every later fork."""
+    cache = root / "etc/ld.so.cache"
+    cached = (
+        re.findall(rb"/[^\0]*/libcuda\.so\.1(?=\0)", cache.read_bytes())
+        if cache.is_file()
+        else []
+    )
+    candidates = [f"{folder}/{_LIBCUDA}" for folder in search_path if folder]
+    candidates += [os.fsdecode(path) for path in cached]
+    candidates += [f"{folder}/{_LIBCUDA}" for folder in _LIBRARY_FOLDERS]
+    return next(
+        (path for path in candidates if (root / path.lstrip("/")).exists()), None
+    )
+
+
+def quota_cores(root: Path) -> int | None:
+    """Cores that the control groups (v2) of this process allow, rounded up; None without a limit."""
+    try:
+        own_group = (
+            (root / "proc/self/cgroup")
+            .read_text()
+            .rpartition("::")[2]
+            .strip()
+            .strip("/")
+        )
+    except OSError:
+        return None
+    base = root / "sys/fs/cgroup"
+    folders = [base / own_group, *(base / own_group).parents] if own_group else [base]
+    quotas = [
+        _cpu_quota(folder / "cpu.max")
+        for folder in folders
+        if folder.is_relative_to(base)
+    ]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _cpu_quota(path: Path) -> int | None:
+    try:
+        quota_us, period_us = path.read_text().split()
+    except (OSError, ValueError):
+        return None
+    return None if quota_us == "max" else max(1, ceil(int(quota_us) / int(period_us)))

@@ -1,0 +1,202 @@
+"""Settings become what runs: every "auto", 0 and "" turned into a choice, each logged once with its reason.
+
+Knows the model's facts and the machine. Does not know processes, files of the checkpoint or devices' contents.
+"""
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from server.errors import StartupError
+from server.models.facts import ModelFacts
+from server.settings.machine import Machine
+from server.settings.schema import ServerSettings, Settings
+
+Backend = Literal["cuda", "torch"]
+Device = Literal["cpu", "cuda"]
+
+T = TypeVar("T")
+_CPU_POOL_MIB = 256
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StopTimeouts:
+    """Seconds from SIGTERM on: lame_duck_s + web_s + 1 < dirty_s < master_s.
+
+    web_s: uvicorn's timeout_graceful_shutdown; dirty_s: dirty_graceful_timeout; master_s: graceful_timeout; systemd_s:
+    the least TimeoutStopSec.
+    """
+
+    lame_duck_s: float
+    web_s: int
+    dirty_s: int
+    master_s: int
+    systemd_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """What runs. `max_model_len` is an upper bound: the KV pool may hold less (board.max_model_len says it).
+
+    kv_pool_bytes None: what the device leaves, known to the model worker only.
+    """
+
+    backend: Backend
+    device: Device
+    num_threads: int
+    served_name: str
+    max_model_len: int
+    kv_pool_bytes: int | None
+    runtime_dir: Path
+    stop_timeouts: StopTimeouts
+
+
+def resolve(
+    settings: Settings,
+    facts: ModelFacts,
+    machine: Machine,
+    environ: Mapping[str, str] | None = None,
+) -> ResolvedConfig:
+    """Choose once, in the master. Raises StartupError when a wish cannot be met on this machine or by this model."""
+    backend = _resolve_backend(settings, machine)
+    device = _resolve_device(settings, machine)
+    return ResolvedConfig(
+        backend=backend,
+        device=device,
+        num_threads=_resolve_threads(settings, machine, device),
+        served_name=settings.model.served_name or name_from_path(settings.model.path),
+        max_model_len=_resolve_max_model_len(settings, facts),
+        kv_pool_bytes=_resolve_kv_pool(settings, device),
+        runtime_dir=runtime_dir(settings.server, environ),
+        stop_timeouts=stop_timeouts(settings.server),
+    )
+
+
+def runtime_dir(
+    server: ServerSettings, environ: Mapping[str, str] | None = None
+) -> Path:
+    """The folder of sockets, locks and pid files, one per port (per process with port 0). It is not created here."""
+    environ = os.environ if environ is None else environ
+    if server.runtime_dir:
+        return Path(server.runtime_dir).absolute()
+    if systemd_folders := environ.get("RUNTIME_DIRECTORY"):
+        return Path(systemd_folders.split(":")[0])
+    instance = (
+        f"model-server-{server.port}"
+        if server.port
+        else f"model-server-pid{os.getpid()}"
+    )
+    if user_folder := environ.get("XDG_RUNTIME_DIR"):
+        return Path(user_folder) / instance
+    return Path("/tmp") / f"{instance}-uid{os.getuid()}"
+
+
+def stop_timeouts(server: ServerSettings) -> StopTimeouts:
+    """All limits of a stop follow from `drain_limit_s`, so that nobody is killed before those who wait for him."""
+    web_s = server.drain_limit_s - ceil(server.lame_duck_s)
+    if web_s < 1:
+        raise StartupError(
+            f"server.lame_duck_s is {server.lame_duck_s}, server.drain_limit_s {server.drain_limit_s}: "
+            "the drain limit includes the lame duck and must be at least 1 s longer"
+        )
+    limit_s = server.drain_limit_s
+    return StopTimeouts(
+        server.lame_duck_s,
+        web_s,
+        dirty_s=limit_s + 2,
+        master_s=limit_s + 3,
+        systemd_s=limit_s + 8,
+    )
+
+
+def name_from_path(path: str) -> str:
+    """The last part of a folder or hub id; in a hub cache the repository's name, not the snapshot's hash."""
+    parts = [part for part in Path(path).parts if part not in ("/", ".")]
+    for part in reversed(parts):
+        if part.startswith("models--"):
+            return part.rpartition("--")[2]
+    return parts[-1] if parts else path
+
+
+def _resolve_backend(settings: Settings, machine: Machine) -> Backend:
+    wish = settings.engine.backend
+    if wish == "cuda":
+        raise StartupError(
+            'engine.backend is "cuda", which is not built yet; use "torch" (it serves on a GPU too)'
+        )
+    if not machine.has_torch:
+        raise StartupError(
+            "engine.backend torch needs PyTorch, which is not installed: pip install 'model-server[torch]'"
+        )
+    if wish == "auto":
+        _log_choice(
+            "engine.backend", "torch", "no kernels are shipped for the cuda backend"
+        )
+    return "torch"
+
+
+def _resolve_device(settings: Settings, machine: Machine) -> Device:
+    wish = settings.engine.device
+    missing = (
+        "no /dev/nvidia0"
+        if machine.num_gpus == 0
+        else "no libcuda.so.1"
+        if not machine.has_cuda
+        else None
+    )
+    if wish == "cuda" and missing:
+        raise StartupError(
+            f'engine.device is "cuda", but this machine has {missing}; use "cpu" or "auto"'
+        )
+    if wish != "auto":
+        return wish
+    if missing:
+        return _log_choice("engine.device", "cpu", missing)
+    return _log_choice(
+        "engine.device",
+        "cuda",
+        f"{machine.num_gpus} GPU(s) and {machine.libcuda_path} found",
+    )
+
+
+def _resolve_threads(settings: Settings, machine: Machine, device: Device) -> int:
+    if settings.engine.num_threads:
+        return settings.engine.num_threads
+    if device == "cuda":
+        return _log_choice(
+            "engine.num_threads", 1, "the GPU computes, the model worker only launches"
+        )
+    return _log_choice(
+        "engine.num_threads", machine.num_cores, "the cores that this process may use"
+    )
+
+
+def _resolve_max_model_len(settings: Settings, facts: ModelFacts) -> int:
+    wish = settings.engine.max_model_len
+    if wish > facts.max_position:
+        raise StartupError(
+            f"engine.max_model_len is {wish}, but the model has max_position_embeddings {facts.max_position}: lower it"
+        )
+    return wish or _log_choice(
+        "engine.max_model_len",
+        facts.max_position,
+        "the model's max_position_embeddings",
+    )
+
+
+def _resolve_kv_pool(settings: Settings, device: Device) -> int | None:
+    if settings.kv.pool_mib:
+        return settings.kv.pool_mib << 20
+    if device == "cuda":
+        return None
+    return _log_choice("kv.pool_mib", _CPU_POOL_MIB, "the default on a CPU") << 20
+
+
+def _log_choice(key: str, choice: T, reason: str) -> T:
+    logger.info("%s: %s, because: %s", key, choice, reason)
+    return choice
