@@ -1,0 +1,178 @@
+"""What Prometheus reads: counters and histograms of requests over all web workers, and the engine's state on the board.
+
+Each web worker writes into files of its own in one folder; a scrape of any worker adds them up, those of dead workers
+included, so totals never fall. Every series has two names: ours, and vLLM's for dashboards that exist.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest, values
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from server.launch.board import Board, ModelState
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_OWN_PREFIX = "model_server_"
+_VLLM_PREFIX = "vllm:"
+# Ours that vLLM has not; everything else appears under both prefixes.
+_WITHOUT_ALIAS = frozenset(
+    f"{_OWN_PREFIX}{name}"
+    for name in (
+        "http_errors",
+        "requests_aborted",
+        "ready",
+        "engine_starts",
+        "engine_steps",
+        "startup_seconds",
+        "startup_bytes",
+    )
+)
+_SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_TOKEN_SECONDS = (0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 5)
+
+
+class RequestMetrics:
+    """The series that web workers write. Constructed once, before they are forked."""
+
+    def __init__(self, folder: Path, model_name: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        # The library chooses its storage when it is imported, by this variable; choosing again makes the order of
+        # imports irrelevant and gives each instance its own files.
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
+        values.ValueClass = values.MultiProcessValue()  # type: ignore[no-untyped-call]
+        self._model_name = model_name
+        self._registry = CollectorRegistry()
+        self.time_to_first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token", _SECONDS)
+        self.inter_token_latency = self._histogram("inter_token_latency_seconds", "Between two tokens", _TOKEN_SECONDS)
+        self.request_latency = self._histogram("e2e_request_latency_seconds", "Arrival to last token", _SECONDS)
+        self.requests_aborted = Counter(
+            f"{_OWN_PREFIX}requests_aborted", "Requests whose client left", ["model_name"], registry=self._registry
+        ).labels(model_name)
+        self._requests_finished = Counter(
+            f"{_OWN_PREFIX}request_success",
+            "Requests that ended with an answer",
+            ["model_name", "finished_reason"],
+            registry=self._registry,
+        )
+        self._http_errors = Counter(
+            f"{_OWN_PREFIX}http_errors",
+            "Error responses and error events",
+            ["model_name", "status"],
+            registry=self._registry,
+        )
+
+    def count_finished(self, reason: str) -> None:
+        """One request ended with its answer; `reason` is length or stop."""
+        self._requests_finished.labels(self._model_name, reason).inc()
+
+    def count_error(self, status: int) -> None:
+        """One request was refused or failed with this HTTP status (also when it failed inside a stream)."""
+        self._http_errors.labels(self._model_name, str(status)).inc()
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(f"{_OWN_PREFIX}{name}", text, ["model_name"], buckets=buckets, registry=self._registry)
+        return histogram.labels(self._model_name)
+
+
+def render_metrics(folder: Path, board: Board, model_name: str) -> bytes:
+    """The text of one scrape. Reads files: milliseconds, so not for the event loop."""
+    registry = CollectorRegistry()
+    registry.register(_TwoNames([_FolderCollector(folder), _BoardCollector(board, model_name)]))
+    return generate_latest(registry)
+
+
+class _FolderCollector(Collector):
+    """Sums of all web workers' files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._sums = MultiProcessCollector(None, path=str(folder))  # type: ignore[no-untyped-call]
+
+    def collect(self) -> Iterable[Metric]:
+        metrics: Iterable[Metric] = self._sums.collect()  # type: ignore[no-untyped-call]
+        return metrics
+
+
+class _BoardCollector(Collector):
+    """The engine's state: one set of numbers for the whole service, the same from any worker."""
+
+    def __init__(self, board: Board, model_name: str) -> None:
+        self._board = board
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        board = self._board
+        yield self._gauge("num_requests_running", "Requests in the engine's batch", board.num_running)
+        yield self._gauge("num_requests_waiting", "Requests waiting for the batch", board.num_waiting)
+        yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", kv_usage(board))
+        sizes = {"block_size": str(board.block_size), "num_gpu_blocks": str(board.num_kv_blocks)}
+        yield self._gauge("cache_config_info", "Sizes of the KV pool", 1, sizes)
+        yield self._counter("num_preemptions", "Requests preempted for want of KV blocks", board.num_preemptions)
+        yield self._counter("prefix_cache_queries", "Prompt tokens looked up", board.prefix_query_tokens)
+        yield self._counter("prefix_cache_hits", "Prompt tokens found", board.prefix_hit_tokens)
+        yield self._counter("prompt_tokens", "Prompt tokens computed or found", board.num_prompt_tokens)
+        yield self._counter("generation_tokens", "Tokens generated", board.num_generated_tokens)
+        yield self._gauge("ready", "1 when a model worker serves", int(board.model_state == ModelState.READY))
+        yield self._counter("engine_starts", "Model workers that became ready", board.num_engine_starts)
+        yield self._counter("engine_steps", "Steps of the running model worker", board.step)
+        yield from self._startup()
+
+    def _startup(self) -> Iterator[Metric]:
+        """Seconds and bytes of each finished stage of the start; a stage that ran twice is added up."""
+        labels = ["model_name", "role", "stage"]
+        seconds = GaugeMetricFamily(f"{_OWN_PREFIX}startup_seconds", "Time of a stage of the start", labels=labels)
+        sizes = GaugeMetricFamily(f"{_OWN_PREFIX}startup_bytes", "Bytes moved by a stage of the start", labels=labels)
+        totals: dict[tuple[str, str], tuple[float, int]] = {}
+        for stage in self._board.stages[: self._board.num_stages]:
+            if stage.end:
+                key = (stage.role.decode(), stage.name.decode())
+                duration_s, num_bytes = totals.get(key, (0.0, 0))
+                totals[key] = (duration_s + stage.end - stage.begin, num_bytes + stage.num_bytes)
+        for (role, name), (duration_s, num_bytes) in totals.items():
+            seconds.add_metric([self._model_name, role, name], duration_s)
+            sizes.add_metric([self._model_name, role, name], num_bytes)
+        yield from (seconds, sizes)
+
+    def _gauge(self, name: str, text: str, value: float, labels: dict[str, str] | None = None) -> Metric:
+        labels = {"model_name": self._model_name} | (labels or {})
+        family = GaugeMetricFamily(f"{_OWN_PREFIX}{name}", text, labels=list(labels))
+        family.add_metric(list(labels.values()), value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"{_OWN_PREFIX}{name}", text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+
+class _TwoNames(Collector):
+    """Yields each family, and those that vLLM has too a second time under vLLM's name."""
+
+    def __init__(self, collectors: list[Collector]) -> None:
+        self._collectors = collectors
+
+    def collect(self) -> Iterator[Metric]:
+        for collector in self._collectors:
+            for metric in collector.collect():
+                yield metric
+                if metric.name not in _WITHOUT_ALIAS:
+                    yield _renamed(metric)
+
+
+def _renamed(metric: Metric) -> Metric:
+    alias = Metric(metric.name.replace(_OWN_PREFIX, _VLLM_PREFIX, 1), metric.documentation, metric.type)
+    alias.samples = [
+        Sample(sample.name.replace(_OWN_PREFIX, _VLLM_PREFIX, 1), *sample[1:]) for sample in metric.samples
+    ]
+    return alias
+
+
+def kv_usage(board: Board) -> float:
+    """Share of the leasable KV blocks in use, 0 to 1 (block 0 is scratch and not counted as leasable)."""
+    num_leasable = board.num_kv_blocks - 1
+    return 1 - board.num_free_kv_blocks / num_leasable if num_leasable > 0 else 0.0
