@@ -5,14 +5,40 @@ Times are time.monotonic(), which all processes of a machine share. It survives 
 anything that must be consistent across fields.
 """
 
+import contextlib
 import ctypes
 import mmap
+import os
 import time
+from collections.abc import Iterator
 from enum import IntEnum
+from pathlib import Path
 
 MAX_EXECUTING = 1024
-MAX_STAGES = 64
+STAGES_PER_ROLE = 16
 _TEXT_BYTES = 512
+_MEMFD_NAME = "model-server-board"
+
+
+class ExitCode(IntEnum):
+    """What the master's exit status means. Gunicorn itself gives 3 and 4 to workers that cannot boot."""
+
+    STOPPED = 0
+    ENGINE_FAILED = 3
+    PERMANENT = 4
+
+
+class Role(IntEnum):
+    """Who writes: each role has its own rows of the timeline, so claiming one needs no lock.
+
+    At most one process per role writes rows at a time: of the web workers only the first one ever forked does.
+    """
+
+    MASTER = 0
+    LOADER = 1
+    ARBITER = 2
+    MODEL = 3
+    WEB = 4
 
 
 class LoaderState(IntEnum):
@@ -55,6 +81,10 @@ class Stage(ctypes.Structure):
 class Board(ctypes.Structure):
     """The fields, by writer. Use `Board.create()` in the master; forks inherit it."""
 
+    stop: int
+    stop_at: float
+    halt_code: int
+    halt_reason: bytes
     _fields_ = [
         # master
         ("started_at", ctypes.c_double),
@@ -75,6 +105,9 @@ class Board(ctypes.Structure):
         ("model_pid", ctypes.c_int64),
         ("boot_attempts", ctypes.c_int64),
         ("num_engine_starts", ctypes.c_int64),
+        ("arbiter_pid", ctypes.c_int64),
+        ("num_arbiter_starts", ctypes.c_int64),
+        ("arbiter_boot_attempts", ctypes.c_int64),
         ("ready_at", ctypes.c_double),
         ("engine_beat", ctypes.c_double),
         ("step", ctypes.c_int64),
@@ -92,31 +125,69 @@ class Board(ctypes.Structure):
         ("num_executing", ctypes.c_int64),
         ("executing", ctypes.c_uint64 * MAX_EXECUTING),
         # whoever forks: counts forks that broke the rules (a second thread, CUDA touched)
+        ("num_forks", ctypes.c_int64),
         ("num_bad_forks", ctypes.c_int64),
-        ("num_web_workers_seen", ctypes.c_int64),
-        # start-up timeline: rows are claimed in order by whoever starts a stage
-        ("num_stages", ctypes.c_int64),
-        ("stages", Stage * MAX_STAGES),
+        # start-up timeline: role r owns the rows from r * STAGES_PER_ROLE on, and its own counter
+        ("num_stages", ctypes.c_int64 * len(Role)),
+        ("stages", Stage * (len(Role) * STAGES_PER_ROLE)),
     ]
 
     @classmethod
     def create(cls) -> "Board":
-        """A zeroed board in MAP_SHARED memory, inherited by every fork; freed with the last process."""
-        return cls.from_buffer(mmap.mmap(-1, ctypes.sizeof(cls)))
+        """A zeroed board in shared memory, inherited by every fork; freed with the last process."""
+        fd = os.memfd_create(_MEMFD_NAME)
+        try:
+            os.ftruncate(fd, ctypes.sizeof(cls))
+            return cls.from_buffer(mmap.mmap(fd, ctypes.sizeof(cls)))  # which keeps its own duplicate of fd
+        finally:
+            os.close(fd)
 
-    def halt(self, code: int, reason: str) -> None:
+    @classmethod
+    def snapshot(cls, pid: int) -> "Board | None":
+        """A copy of the board of the service that process `pid` belongs to, for whoever looks from outside.
+
+        None if there is no such process (of this user) or it holds no board (yet).
+        """
+        with contextlib.suppress(OSError):
+            for path in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if str(path.readlink()).startswith(f"/memfd:{_MEMFD_NAME}"):
+                        data = path.read_bytes()
+                        return cls.from_buffer_copy(data) if len(data) == ctypes.sizeof(cls) else None
+        return None
+
+    def halt(self, code: ExitCode, reason: str) -> None:
         """Ask for the end of the service. The first reason stands. The caller still has to wake the master."""
         if not self.halt_code:
             self.halt_reason = reason.encode(errors="replace")[: _TEXT_BYTES - 1]
             self.halt_code = code
 
-    def begin_stage(self, role: str, name: str) -> Stage | None:
-        """Claim a timeline row; None when the timeline is full (later restarts are not start-up)."""
-        index = self.num_stages
-        if index >= MAX_STAGES:
+    def raise_stop(self, mode: StopMode) -> None:
+        """Master only, before it signals anybody: signals are wake-ups, and whoever misses one reads this."""
+        if self.stop == StopMode.NONE:
+            self.stop_at = time.monotonic()
+        self.stop = max(self.stop, mode)
+
+    def begin_stage(self, role: Role, name: str) -> Stage | None:
+        """Claim a timeline row; None when the role's rows are used up (later restarts are not start-up)."""
+        index = self.num_stages[role]
+        if index >= STAGES_PER_ROLE:
             return None
-        self.num_stages = index + 1
-        stage: Stage = self.stages[index]
-        stage.role, stage.name = role.encode()[:15], name.encode()[:31]
+        stage: Stage = self.stages[role * STAGES_PER_ROLE + index]
+        stage.role, stage.name = role.name.lower().encode(), name.encode()[:31]
         stage.begin, stage.end, stage.num_bytes = time.monotonic(), 0.0, 0
+        self.num_stages[role] = index + 1  # last: a reader never sees a half-written row
         return stage
+
+    @contextlib.contextmanager
+    def stage(self, role: Role, name: str) -> Iterator[Stage | None]:
+        """A timeline row around a block of code. It stays unfinished if the block raises."""
+        stage = self.begin_stage(role, name)
+        yield stage
+        if stage is not None:
+            stage.end = time.monotonic()
+
+    def timeline(self) -> list[Stage]:
+        """All rows claimed so far, in the order of their begin."""
+        rows = [self.stages[role * STAGES_PER_ROLE + index] for role in Role for index in range(self.num_stages[role])]
+        return sorted(rows, key=lambda stage: float(stage.begin))

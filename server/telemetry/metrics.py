@@ -15,7 +15,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from server.launch.board import Board, ModelState
+from server.launch.board import Board, ModelState, Role
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _OWN_PREFIX = "model_server_"
@@ -128,9 +128,9 @@ class _BoardCollector(Collector):
         seconds = GaugeMetricFamily(f"{_OWN_PREFIX}startup_seconds", "Time of a stage of the start", labels=labels)
         sizes = GaugeMetricFamily(f"{_OWN_PREFIX}startup_bytes", "Bytes moved by a stage of the start", labels=labels)
         totals: dict[tuple[str, str], tuple[float, int]] = {}
-        for stage in self._board.stages[: self._board.num_stages]:
+        for stage in self._board.timeline():
             if stage.end:
-                key = (stage.role.decode(), stage.name.decode())
+                key = (Role(stage.role).name.lower(), stage.name.decode())
                 duration_s, num_bytes = totals.get(key, (0.0, 0))
                 totals[key] = (duration_s + stage.end - stage.begin, num_bytes + stage.num_bytes)
         for (role, name), (duration_s, num_bytes) in totals.items():

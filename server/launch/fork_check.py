@@ -1,0 +1,48 @@
+"""Before every fork: one thread, and CUDA untouched. Either would poison the child.
+
+A thread's locks are inherited without the thread; a CUDA context does not survive a fork.
+`torch.cuda.is_initialized()` proves nothing, so this looks at /proc.
+"""
+
+import logging
+import os
+import re
+from functools import partial
+from pathlib import Path
+
+from server.launch.board import Board
+
+logger = logging.getLogger(__name__)
+
+_CUDA_DEVICE = re.compile(r"/dev/(nvidia\d+|nvidia-uvm)")
+
+
+def fork_violations() -> list[str]:
+    """What forbids a fork of this process now, in words. Empty: nothing."""
+    found = []
+    num_tasks = len(list(Path("/proc/self/task").iterdir()))
+    if num_tasks > 1:
+        found.append(f"{num_tasks} threads")
+    for fd in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(fd.readlink())
+        except OSError:  # the descriptor of the listing itself
+            continue
+        if _CUDA_DEVICE.fullmatch(target):
+            found.append(f"{target} is open")
+    if "libcuda.so" in Path("/proc/self/maps").read_text():
+        found.append("libcuda is loaded")
+    return found
+
+
+def check_every_fork(board: Board) -> None:
+    """From now on each os.fork() of this process and its children is counted, and logged if it breaks the rules."""
+    os.register_at_fork(before=partial(_check, board))
+
+
+def _check(board: Board) -> None:
+    # Counted, not raised: exceptions of this callback are swallowed.
+    board.num_forks += 1
+    if found := fork_violations():
+        board.num_bad_forks += 1
+        logger.error("unsafe fork of process %d: %s", os.getpid(), ", ".join(found))

@@ -1,0 +1,48 @@
+"""What every role of one running service shares, made by the master before any fork and inherited.
+
+The one module-level value of the process: Gunicorn calls hooks and worker classes by name, with no place to pass it.
+"""
+
+import socket
+from dataclasses import dataclass
+
+from gunicorn.sock import TCPSocket
+
+from server.launch.board import Board
+from server.launch.runtime_dir import RuntimeDir
+from server.settings.resolve import ResolvedConfig
+from server.settings.schema import Settings
+from server.weights.index import Checkpoint
+from server.weights.layout import WeightLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """`weights_fd` is the memory that the loader fills with `layout`; model workers accept on `engine_listener`;
+    web workers on `http_listeners` (Arbiter.LISTENERS of the class is empty)."""
+
+    settings: Settings
+    resolved: ResolvedConfig
+    checkpoint: Checkpoint
+    layout: WeightLayout
+    board: Board
+    engine_listener: socket.socket
+    http_listeners: tuple[TCPSocket, ...]
+    folder: RuntimeDir
+    weights_fd: int
+
+
+_current: Service | None = None
+
+
+def publish_service(service: Service) -> None:
+    """Master only, once, before the first long-lived fork."""
+    global _current
+    assert _current is None, "a process belongs to one service"
+    _current = service
+
+
+def current_service() -> Service:
+    """The service that this process belongs to."""
+    assert _current is not None, "no service has been started in this process or its parents"
+    return _current
