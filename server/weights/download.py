@@ -1,0 +1,32 @@
+"""Fetches one model from the hub into its cache: python -m server.weights.download HUB_ID REVISION CACHE.
+
+A program of its own, because huggingface_hub starts threads and takes a second to import. Prints the snapshot's folder,
+or the reason of a failure and ends with 1.
+"""
+
+import logging
+import sys
+
+from huggingface_hub import snapshot_download
+
+# The weights and what the tokenizer needs; never .bin, never code.
+PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+
+logger = logging.getLogger(__name__)
+
+
+def main(hub_id: str, revision: str, cache: str) -> int:
+    """Download and print where it lies. Returns the exit status."""
+    try:
+        folder = snapshot_download(hub_id, revision=revision, cache_dir=cache, allow_patterns=PATTERNS)
+    except Exception as error:
+        logger.exception("download of %s failed", hub_id)
+        first_line = (str(error).strip() or "no reason given").splitlines()[0]
+        sys.stdout.write(f"{type(error).__name__}: {first_line}\n")
+        return 1
+    sys.stdout.write(f"{folder}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
