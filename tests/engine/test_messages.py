@@ -1,5 +1,7 @@
 """Frames: every message survives every split of the byte stream, and garbage is named, not decoded."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,7 +48,7 @@ def test_messages_survive_every_split_of_the_stream(sent, cuts):
     stream = b"".join(map(encode_frame, sent))
     edges = sorted({0, len(stream), *(cut for cut in cuts if cut < len(stream))})
     buffer, received = bytearray(), []
-    for begin, end in zip(edges, edges[1:], strict=False):
+    for begin, end in itertools.pairwise(edges):
         buffer += stream[begin:end]
         received += take_frames(buffer)
     assert received == sent
