@@ -15,11 +15,12 @@ class ServerError(Exception):
 
 
 class InvalidRequest(ServerError):
-    """What the client sent is wrong. `param` names the field in the client's own words."""
+    """What the client sent is wrong. `param` names the field in the client's own words; `code` is OpenAI's, if it has one."""
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+        self.code = code
 
 
 class Overloaded(ServerError):

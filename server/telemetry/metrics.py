@@ -46,6 +46,7 @@ class RequestMetrics:
         # imports irrelevant and gives each instance its own files.
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
         values.ValueClass = values.MultiProcessValue()  # type: ignore[no-untyped-call]
+        self._folder = folder
         self._model_name = model_name
         self._registry = CollectorRegistry()
         self.time_to_first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token", _SECONDS)
@@ -75,16 +76,15 @@ class RequestMetrics:
         """One request was refused or failed with this HTTP status (also when it failed inside a stream)."""
         self._http_errors.labels(self._model_name, str(status)).inc()
 
+    def render(self, board: Board) -> bytes:
+        """The text of one scrape. Reads all workers' files: milliseconds, so not for the event loop."""
+        registry = CollectorRegistry()
+        registry.register(_TwoNames([_FolderCollector(self._folder), _BoardCollector(board, self._model_name)]))
+        return generate_latest(registry)
+
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(f"{_OWN_PREFIX}{name}", text, ["model_name"], buckets=buckets, registry=self._registry)
         return histogram.labels(self._model_name)
-
-
-def render_metrics(folder: Path, board: Board, model_name: str) -> bytes:
-    """The text of one scrape. Reads files: milliseconds, so not for the event loop."""
-    registry = CollectorRegistry()
-    registry.register(_TwoNames([_FolderCollector(folder), _BoardCollector(board, model_name)]))
-    return generate_latest(registry)
 
 
 class _FolderCollector(Collector):

@@ -1,0 +1,220 @@
+"""POST /v1/completions: OpenAI's shape, several prompts a call, streamed or whole."""
+
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
+import msgspec
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from server.api.bodies import body_of, openapi_body
+from server.api.completions_schema import (
+    Choice,
+    Completion,
+    CompletionBody,
+    PromptTokensDetails,
+    StreamOptions,
+    Usage,
+)
+from server.api.errors import ModelNotFound, end_in_error_event
+from server.api.generation import Generation, GenerationRequest, Times, merge_events, open_generations
+from server.api.prompts import (
+    check_token_ids,
+    encode_prompt,
+    random_seed,
+    resolve_repetition_penalty,
+    resolve_temperature,
+    resolve_top_k,
+)
+from server.api.serving import Serving, serving_of
+from server.api.sse import DONE_EVENT, EventStream, encode_event, unless_disconnected
+from server.engine.messages import SamplingParams
+from server.errors import InvalidRequest
+
+router = APIRouter(prefix="/v1")
+
+MAX_PROMPTS = 256
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+_U64 = 2**64
+ServingDep = Annotated[Serving, Depends(serving_of)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One admitted call: choice i is what generations[i] makes."""
+
+    generations: list[Generation]
+    new_completion: partial[Completion]
+
+    def close(self) -> None:
+        """Free in the engine whatever still runs."""
+        for generation in self.generations:
+            generation.close()
+
+    def usage(self) -> Usage:
+        """Counts so far."""
+        num_prompt_tokens = sum(len(generation.request.token_ids) for generation in self.generations)
+        num_generated = sum(generation.num_generated for generation in self.generations)
+        num_cached = sum(generation.num_cached_tokens for generation in self.generations)
+        return Usage(
+            num_prompt_tokens, num_generated, num_prompt_tokens + num_generated, PromptTokensDetails(num_cached)
+        )
+
+
+@router.post("/completions", openapi_extra=openapi_body(CompletionBody))
+async def complete(
+    body: Annotated[CompletionBody, Depends(body_of(CompletionBody))],
+    serving: Annotated[Serving, Depends(serving_of)],
+    request: Request,
+) -> Response:
+    """Continue one or more prompts."""
+    call = await _admit(serving, body)
+    if body.stream:
+        chunks = _stream_chunks(call, body.stream_options or StreamOptions())
+        return EventStream(end_in_error_event(chunks, request.url.path, serving.metrics.count_error), call.close)
+    try:
+        answer = await unless_disconnected(request.receive, _collect(call))
+    finally:
+        call.close()
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+async def _admit(serving: Serving, body: CompletionBody) -> _Call:
+    """Everything that can be refused is refused here, before the first byte of an answer."""
+    times = Times()
+    _check_model(serving, body.model)
+    _refuse_unsupported(body)
+    prompts = await _encode_prompts(serving, body.prompt)
+    requests = [_request_of(serving, body, token_ids) for token_ids in prompts]
+    new_completion = partial(
+        Completion,
+        id=f"cmpl-{secrets.token_hex(12)}",
+        object="text_completion",
+        created=int(time.time()),
+        model=serving.resolved.served_name,
+    )
+    return _Call(open_generations(serving, requests, times), new_completion)
+
+
+def _check_model(serving: Serving, name: str | None) -> None:
+    if name is not None and name not in serving.model_names:
+        raise ModelNotFound(
+            f"this server serves {serving.resolved.served_name}, not the model named here", "model", "model_not_found"
+        )
+
+
+def _refuse_unsupported(body: CompletionBody) -> None:
+    wished = {
+        "n": (body.n or 1) > 1,
+        "best_of": (body.best_of or 1) > 1,
+        "echo": bool(body.echo),
+        "logprobs": body.logprobs is not None,
+        "suffix": bool(body.suffix),
+        "frequency_penalty": bool(body.frequency_penalty),
+        "presence_penalty": bool(body.presence_penalty),
+        "logit_bias": bool(body.logit_bias),
+    }
+    for name, is_wished in wished.items():
+        if is_wished:
+            raise InvalidRequest("is not supported by this server", name)
+
+
+async def _encode_prompts(serving: Serving, prompt: object) -> list[list[int]]:
+    """A text, a list of texts, a list of ids, or a list of such lists; never mixed, never empty."""
+    if isinstance(prompt, str):
+        return [await encode_prompt(serving, prompt, "prompt")]
+    if not isinstance(prompt, list):
+        raise InvalidRequest(
+            "must be a string, a list of strings, a list of token ids or a list of such lists", "prompt"
+        )
+    if not prompt:
+        raise InvalidRequest("an empty list has no prompt", "prompt")
+    if not isinstance(prompt[0], (str, list)):
+        check_token_ids(serving, prompt, "prompt")
+        return [prompt]
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidRequest(f"has {len(prompt)} prompts, at most {MAX_PROMPTS} are possible", "prompt")
+    return [await _encode_item(serving, item, type(prompt[0]), f"prompt.{i}") for i, item in enumerate(prompt)]
+
+
+async def _encode_item(serving: Serving, item: object, kind: type, param: str) -> list[int]:
+    if not isinstance(item, kind):
+        raise InvalidRequest("the prompts of a list must all be texts, or all be lists of token ids", param)
+    if isinstance(item, str):
+        return await encode_prompt(serving, item, param)
+    assert isinstance(item, list)
+    check_token_ids(serving, item, param)
+    return item
+
+
+def _request_of(serving: Serving, body: CompletionBody, token_ids: list[int]) -> GenerationRequest:
+    max_tokens = _max_tokens(body.max_tokens or DEFAULT_MAX_TOKENS, len(token_ids), serving.max_model_len)
+    min_tokens = body.min_tokens or 0
+    if min_tokens > (body.max_tokens or DEFAULT_MAX_TOKENS):
+        raise InvalidRequest("must not be above max_tokens", "min_tokens")
+    if body.stop_token_ids:
+        check_token_ids(serving, body.stop_token_ids, "stop_token_ids")
+    top_p = 1.0 if body.top_p is None else body.top_p
+    temperature = 1.0 if body.temperature is None else body.temperature
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=resolve_temperature(temperature) if top_p else 0.0,
+        top_k=resolve_top_k(max(body.top_k or 0, 0), serving.facts.vocab_size),
+        top_p=top_p or 1.0,
+        min_p=body.min_p or 0.0,
+        repetition_penalty=resolve_repetition_penalty(body.repetition_penalty or 1.0),
+        seed=random_seed() if body.seed is None else body.seed % _U64,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        min_tokens=min(min_tokens, max_tokens),
+        ignore_eos=bool(body.ignore_eos),
+    )
+    return GenerationRequest(token_ids, sampling, tuple(body.stop or ()), body.priority or 0)
+
+
+def _max_tokens(wish: int, num_prompt_tokens: int, limit: int) -> int:
+    """What is wished, or as much of it as the context holds."""
+    if num_prompt_tokens >= limit:
+        shown = wish if wish < _U64 else "far more"
+        raise InvalidRequest(
+            f"This model's maximum context length is {limit} tokens. However, you requested {num_prompt_tokens} tokens "
+            f"in the prompt (max_tokens {shown}). At most {limit - 1} are possible, so that one can be generated.",
+            "prompt",
+            "context_length_exceeded",
+        )
+    return min(wish, limit - num_prompt_tokens)
+
+
+async def _collect(call: _Call) -> Completion:
+    texts: list[list[str]] = [[] for _ in call.generations]
+    reasons: list[str | None] = [None] * len(texts)
+    async with aclosing(merge_events(call.generations)) as events:
+        async for index, event in events:
+            texts[index].append(event.text)
+            reasons[index] = _finish_reason(event.finish)
+    choices = [Choice(i, "".join(parts), None, reasons[i]) for i, parts in enumerate(texts)]
+    return call.new_completion(choices=choices, usage=call.usage())
+
+
+async def _stream_chunks(call: _Call, options: StreamOptions) -> AsyncGenerator[bytes, None]:
+    async with aclosing(merge_events(call.generations)) as events:
+        async for index, event in events:
+            choice = Choice(index, event.text, None, _finish_reason(event.finish))
+            yield encode_event(call.new_completion(choices=[choice], usage=_chunk_usage(call, options)))
+    if options.include_usage:
+        yield encode_event(call.new_completion(choices=[], usage=call.usage()))
+    yield DONE_EVENT
+
+
+def _chunk_usage(call: _Call, options: StreamOptions) -> Usage | msgspec.UnsetType | None:
+    if options.continuous_usage_stats:
+        return call.usage()
+    return None if options.include_usage else msgspec.UNSET
+
+
+def _finish_reason(finish: str | None) -> str | None:
+    return None if finish is None else "length" if finish == "length" else "stop"

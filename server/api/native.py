@@ -1,0 +1,284 @@
+"""POST /generate, /generate_stream, POST /, /info, /tokenize, /detokenize: the shape of text-generation-inference."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+import server
+from server.api.bodies import body_of, openapi_body
+from server.api.errors import end_in_error_event
+from server.api.generation import Finish, Generation, GenerationRequest, Times, TokenEvent
+from server.api.native_schema import (
+    MAX_STOP_STRINGS,
+    CompatGenerateBody,
+    Details,
+    DetokenizeBody,
+    GenerateBody,
+    Generated,
+    GenerateParameters,
+    Info,
+    StreamDetails,
+    StreamEvent,
+    Token,
+    TokenizeBody,
+)
+from server.api.prompts import (
+    check_token_ids,
+    encode_prompt,
+    random_seed,
+    resolve_repetition_penalty,
+    resolve_temperature,
+    resolve_top_k,
+)
+from server.api.serving import Serving, serving_of
+from server.api.sse import EventStream, encode_event, unless_disconnected
+from server.engine.messages import SamplingParams
+from server.errors import InvalidRequest
+
+router = APIRouter()
+ServingDep = Annotated[Serving, Depends(serving_of)]
+
+_FINISH_WORDS: dict[Finish, str] = {"length": "length", "eos": "eos_token", "stop": "stop_sequence"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One admitted call: what runs, and how its answer is to look. `seed` None: greedy. `prefix`: text before it."""
+
+    generation: Generation
+    seed: int | None
+    prefix: str
+    wants_details: bool
+
+
+@router.post("/generate", openapi_extra=openapi_body(GenerateBody))
+async def generate(
+    body: Annotated[GenerateBody, Depends(body_of(GenerateBody))], serving: ServingDep, request: Request
+) -> Response:
+    """Generate text and answer when it is complete."""
+    call = await _admit(serving, body, with_logprobs=_wants_details(body), full_text_default=False)
+    return await _whole_answer(serving, call, request, as_list=False)
+
+
+@router.post("/generate_stream", openapi_extra=openapi_body(GenerateBody))
+async def generate_stream(
+    body: Annotated[GenerateBody, Depends(body_of(GenerateBody))], serving: ServingDep, request: Request
+) -> Response:
+    """Generate text and send an event for each token."""
+    return _streamed_answer(serving, await _admit_stream(serving, body, full_text_default=False), request)
+
+
+@router.post("/", openapi_extra=openapi_body(CompatGenerateBody))
+async def generate_compat(
+    body: Annotated[CompatGenerateBody, Depends(body_of(CompatGenerateBody))], serving: ServingDep, request: Request
+) -> Response:
+    """Either of the two, chosen by `stream`: what huggingface_hub's InferenceClient calls."""
+    if body.stream:
+        return _streamed_answer(serving, await _admit_stream(serving, body, full_text_default=True), request)
+    call = await _admit(serving, body, with_logprobs=_wants_details(body), full_text_default=True)
+    return await _whole_answer(serving, call, request, as_list=True)
+
+
+@router.get("/info")
+async def info(serving: ServingDep) -> Response:
+    """What is served, and its limits."""
+    engine = serving.settings.engine
+    return _json(
+        Info(
+            model_id=serving.resolved.served_name,
+            model_sha=serving.revision,
+            model_dtype=serving.facts.dtype,
+            model_device_type=serving.resolved.device,
+            max_input_tokens=serving.max_model_len - 1,
+            max_total_tokens=serving.max_model_len,
+            max_concurrent_requests=engine.max_num_requests + engine.max_waiting_requests,
+            max_best_of=1,
+            max_stop_sequences=MAX_STOP_STRINGS,
+            version=server.__version__,
+            sha=None,
+        )
+    )
+
+
+@router.post("/tokenize", openapi_extra=openapi_body(TokenizeBody))
+async def tokenize(body: Annotated[TokenizeBody, Depends(body_of(TokenizeBody))], serving: ServingDep) -> Response:
+    """Token ids of a text, and which characters each covers."""
+    return _json(await asyncio.to_thread(serving.tokenizer.encode_with_offsets, body.inputs))
+
+
+@router.post("/detokenize", openapi_extra=openapi_body(DetokenizeBody))
+async def detokenize(
+    body: Annotated[DetokenizeBody, Depends(body_of(DetokenizeBody))], serving: ServingDep
+) -> Response:
+    """The text of token ids."""
+    if body.ids:
+        check_token_ids(serving, body.ids, "ids")
+    text = await asyncio.to_thread(serving.tokenizer.decode, body.ids, skip_special_tokens=False)
+    return _json({"text": text})
+
+
+async def _admit(serving: Serving, body: GenerateBody, with_logprobs: bool, full_text_default: bool) -> _Call:
+    """Everything that can be refused is refused here, before the first byte of an answer."""
+    times = Times()
+    parameters = body.parameters or GenerateParameters()
+    _refuse_unsupported(parameters)
+    token_ids = await encode_prompt(serving, body.inputs, "inputs")
+    if parameters.truncate is not None:
+        token_ids = token_ids[-parameters.truncate :]
+    sampling = _sampling_of(parameters, serving, len(token_ids), with_logprobs)
+    request = GenerationRequest(token_ids, sampling, tuple(parameters.stop or ()))
+    wants_full_text = full_text_default if parameters.return_full_text is None else parameters.return_full_text
+    return _Call(
+        generation=Generation(serving, request, times),
+        seed=sampling.seed if sampling.temperature else None,
+        prefix=body.inputs if wants_full_text else "",
+        wants_details=bool(parameters.details),
+    )
+
+
+async def _admit_stream(serving: Serving, body: GenerateBody, full_text_default: bool) -> _Call:
+    if body.parameters is not None and body.parameters.decoder_input_details:
+        raise InvalidRequest("is not possible while streaming", "parameters.decoder_input_details")
+    return await _admit(serving, body, with_logprobs=True, full_text_default=full_text_default)
+
+
+def _wants_details(body: GenerateBody) -> bool:
+    return body.parameters is not None and bool(body.parameters.details)
+
+
+def _refuse_unsupported(parameters: GenerateParameters) -> None:
+    wished = {
+        "typical_p": parameters.typical_p is not None,
+        "frequency_penalty": bool(parameters.frequency_penalty),
+        "decoder_input_details": bool(parameters.decoder_input_details),
+        "top_n_tokens": bool(parameters.top_n_tokens),
+        "best_of": (parameters.best_of or 1) > 1,
+        "watermark": bool(parameters.watermark),
+        "adapter_id": parameters.adapter_id is not None,
+        "grammar": parameters.grammar is not None,
+    }
+    for name, is_wished in wished.items():
+        if is_wished:
+            raise InvalidRequest("is not supported by this server", f"parameters.{name}")
+
+
+def _sampling_of(
+    parameters: GenerateParameters, serving: Serving, num_prompt_tokens: int, with_logprobs: bool
+) -> SamplingParams:
+    """Sampling happens if do_sample is true or a parameter of it is set, unless the temperature is 0; else greedy."""
+    samples = (
+        bool(parameters.do_sample)
+        or bool(parameters.temperature)
+        or parameters.top_k is not None
+        or parameters.top_p is not None
+    )
+    temperature = 1.0 if parameters.temperature is None else parameters.temperature
+    return SamplingParams(
+        max_tokens=_max_tokens(parameters.max_new_tokens, num_prompt_tokens, serving.max_model_len),
+        temperature=resolve_temperature(temperature) if samples else 0.0,
+        top_k=resolve_top_k(parameters.top_k or 0, serving.facts.vocab_size),
+        top_p=1.0 if parameters.top_p is None else parameters.top_p,
+        repetition_penalty=resolve_repetition_penalty(parameters.repetition_penalty or 1.0),
+        seed=random_seed() if parameters.seed is None else parameters.seed,
+        logprobs=with_logprobs,
+    )
+
+
+def _max_tokens(wish: int | None, num_prompt_tokens: int, limit: int) -> int:
+    """The wish, which must fit; without one, what is left of the context."""
+    if num_prompt_tokens >= limit:
+        raise InvalidRequest(
+            f"the prompt has {num_prompt_tokens} tokens (max_new_tokens {wish}); prompt and output together may have "
+            f"{limit}, so at most {limit - 1} for the prompt",
+            "inputs",
+        )
+    if wish is None:
+        return limit - num_prompt_tokens
+    if num_prompt_tokens + wish > limit:
+        raise InvalidRequest(
+            f"`inputs` tokens + `max_new_tokens` must be <= {limit}. Given: {num_prompt_tokens} `inputs` tokens and "
+            f"{wish if wish < 10**12 else 'far more'} `max_new_tokens`",
+            "parameters.max_new_tokens",
+        )
+    return wish
+
+
+async def _whole_answer(serving: Serving, call: _Call, request: Request, as_list: bool) -> Response:
+    with call.generation as generation:
+        events = await unless_disconnected(request.receive, _collect(generation))
+    text = call.prefix + "".join(event.text for event in events)
+    answer = Generated(text, _details(call, events) if call.wants_details else None)
+    headers = _request_headers(serving, generation) | _time_headers(generation)
+    return _json([answer] if as_list else answer, headers)
+
+
+async def _collect(generation: Generation) -> list[TokenEvent]:
+    return [event async for event in generation]
+
+
+def _streamed_answer(serving: Serving, call: _Call, request: Request) -> Response:
+    chunks = end_in_error_event(_stream_chunks(call), request.url.path, serving.metrics.count_error)
+    return EventStream(chunks, call.generation.close, _request_headers(serving, call.generation))
+
+
+async def _stream_chunks(call: _Call) -> AsyncGenerator[bytes, None]:
+    generation = call.generation
+    texts = [call.prefix]
+    async for event in generation:
+        texts.append(event.text)
+        token = _token(event)
+        if event.finish is None:
+            yield encode_event(StreamEvent(generation.num_generated, token, None, None))
+        else:
+            details = StreamDetails(
+                finish_reason=_FINISH_WORDS[event.finish],
+                generated_tokens=generation.num_generated,
+                seed=call.seed,
+                input_length=len(generation.request.token_ids),
+            )
+            yield encode_event(StreamEvent(generation.num_generated, token, "".join(texts), details))
+
+
+def _token(event: TokenEvent) -> Token:
+    return Token(event.token_id, event.text, event.logprob, event.is_special)
+
+
+def _details(call: _Call, events: list[TokenEvent]) -> Details:
+    finish = events[-1].finish
+    assert finish is not None, "the last event of a generation says why it is the last"
+    return Details(_FINISH_WORDS[finish], len(events), call.seed, [], [_token(event) for event in events])
+
+
+def _request_headers(serving: Serving, generation: Generation) -> dict[str, str]:
+    """Known when the request is admitted, so streams have them too. Times in milliseconds."""
+    times = generation.times
+    return {
+        "x-compute-type": f"{serving.resolved.device}+{serving.resolved.backend}",
+        "x-validation-time": _milliseconds(times.admitted - times.arrived),
+        "x-prompt-tokens": str(len(generation.request.token_ids)),
+    }
+
+
+def _time_headers(generation: Generation) -> dict[str, str]:
+    times = generation.times
+    inference_s = times.last_token - times.admitted
+    return {
+        "x-compute-time": _milliseconds(times.last_token - times.arrived),
+        "x-total-time": _milliseconds(times.last_token - times.arrived),
+        "x-inference-time": _milliseconds(inference_s),
+        "x-time-per-token": _milliseconds(inference_s / generation.num_generated),
+        "x-generated-tokens": str(generation.num_generated),
+    }
+
+
+def _milliseconds(duration_s: float) -> str:
+    return f"{duration_s * 1e3:.3f}"
+
+
+def _json(value: object, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), headers=headers, media_type="application/json")
