@@ -3,6 +3,7 @@
 The engine needs these two facts without the tokenizers library; the web workers' Tokenizer must agree (tested).
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -56,8 +57,15 @@ def read_vocabulary(folder: Path) -> Vocabulary:
         raise StartupError(f"{folder / 'tokenizer.json'} is missing: a checkpoint needs its tokenizer")
     token_ids = dict(tokenizer.model.vocab)
     token_ids.update({token.content: token.id for token in tokenizer.added_tokens})
-    eos_token_ids = _eos_of_generation(folder) | _eos_of_tokenizer(folder, token_ids)
-    return Vocabulary(max(token_ids.values(), default=-1) + 1, tuple(sorted(eos_token_ids)))
+    return Vocabulary(max(token_ids.values(), default=-1) + 1, read_eos_token_ids(folder, token_ids.get))
+
+
+def read_eos_token_ids(folder: Path, token_id_of: Callable[[str], int | None]) -> tuple[int, ...]:
+    """The sorted ids that end a text: those of generation_config.json (else config.json) and the tokenizer's eos_token.
+
+    `token_id_of` gives a token's id, None if there is no such token.
+    """
+    return tuple(sorted(_eos_of_generation(folder) | _eos_of_tokenizer(folder, token_id_of)))
 
 
 def _eos_of_generation(folder: Path) -> set[int]:
@@ -71,11 +79,12 @@ def _eos_of_generation(folder: Path) -> set[int]:
     return found
 
 
-def _eos_of_tokenizer(folder: Path, token_ids: dict[str, int]) -> set[int]:
+def _eos_of_tokenizer(folder: Path, token_id_of: Callable[[str], int | None]) -> set[int]:
     config = _read(folder / "tokenizer_config.json", _TokenizerConfig)
     token = config.eos_token if config else None
     content = token.content if isinstance(token, _TokenObject) else token
-    return {token_ids[content]} if content in token_ids else set()
+    token_id = token_id_of(content) if content is not None else None
+    return set() if token_id is None else {token_id}
 
 
 def _read(path: Path, kind: type[_T]) -> _T | None:
