@@ -72,6 +72,8 @@ def run_engine(service: Service) -> None:
     except StartupError as error:
         _halt(board, ExitCode.PERMANENT, str(error))
     except Exception as error:
+        if board.stop:  # whoever waited for something gave up because the service ends
+            os._exit(ExitCode.STOPPED)
         logger.exception("the engine failed")
         if board.model_state != ModelState.READY and board.boot_attempts >= max_attempts:
             _halt(board, ExitCode.ENGINE_FAILED, f"the engine did not start in {max_attempts} attempts: {error!r}")

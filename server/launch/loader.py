@@ -20,12 +20,11 @@ from server.telemetry.logging import configure_logging
 from server.weights.index import Checkpoint
 from server.weights.layout import WeightLayout
 from server.weights.loader import run_loader
-from server.weights.memory import create_host_memory
+from server.weights.memory import create_weight_memory
 
 logger = logging.getLogger(__name__)
 
 HAND_OVER_DEADLINE_S = 10.0
-NUM_THREADS = 8  # reads are the disk's or the page cache's time, not a core's
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +119,11 @@ def _run(load: Load, sock: socket.socket) -> NoReturn:
 
 def _load(load: Load, sock: socket.socket) -> None:
     board, layout = load.board, load.layout
-    board.bytes_total = layout.total_bytes
+    board.bytes_total = sum(tensor.num_bytes for tensor in layout.tensors)
     board.loader_beat = time.monotonic()
     board.loader_state = LoaderState.LOADING
     with board.stage(Role.LOADER, "allocate"):
-        fd = create_host_memory(layout.total_bytes)
+        fd = create_weight_memory(layout.total_bytes)
         with sock:
             socket.send_fds(sock, [b"w"], [fd])
 
@@ -133,7 +132,7 @@ def _load(load: Load, sock: socket.socket) -> None:
         board.loader_beat = time.monotonic()
 
     with board.stage(Role.LOADER, "weights") as stage:
-        run_loader(load.checkpoint, layout, fd, NUM_THREADS, on_progress)
+        run_loader(load.checkpoint, layout, fd, 0, on_progress)
         if stage is not None:
-            stage.num_bytes = layout.total_bytes
+            stage.num_bytes = board.bytes_total
     board.loader_state = LoaderState.LOADED
