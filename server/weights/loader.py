@@ -1,7 +1,7 @@
 """Streams a verified checkpoint into the weight memory: many threads, small chunks, every read checked.
 
 `read_chunks` knows files and chunks; where the bytes go is a `Sink`'s business, so that the same reader fills host
-memory and, through pinned buffers, a device's. Loading again writes the same bytes: who finds it unfinished may repeat it.
+memory and, through pinned buffers, a device's. Loading again writes the same bytes, so it may be repeated by anyone.
 """
 
 import errno
