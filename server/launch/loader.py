@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from server.errors import StartupError
+from server.errors import EngineDead, StartupError
 from server.launch.board import Board, ExitCode, LoaderState, Role
 from server.launch.parent_death import die_with_parent
 from server.telemetry.logging import configure_logging
@@ -58,17 +58,18 @@ class LoaderProcess:
         return cls(pid, ours, load.board)
 
     def receive_memory(self) -> int:
-        """The file descriptor of the weight memory. Raises StartupError if the loader ended, or stays silent."""
+        """The descriptor of the weight memory. Raises StartupError or EngineDead if the loader ended or is silent."""
         with self._sock:
             self._sock.settimeout(HAND_OVER_DEADLINE_S)
             try:
                 _, fds, _, _ = socket.recv_fds(self._sock, 1, 1)
             except OSError as error:
-                raise StartupError(f"the loader handed no memory over within {HAND_OVER_DEADLINE_S:.0f} s") from error
+                raise EngineDead(f"the loader handed no memory over within {HAND_OVER_DEADLINE_S:.0f} s") from error
         if not fds:
             _, status = os.waitpid(self._pid, 0)
             reason = self._board.halt_reason.decode(errors="replace")
-            raise StartupError(reason or f"the loader {_describe_status(status)} before it had allocated memory")
+            failure = StartupError if self._board.halt_code == ExitCode.PERMANENT else EngineDead
+            raise failure(reason or f"the loader {_describe_status(status)} before it had allocated memory")
         return int(fds[0])
 
     def take_status(self) -> None:

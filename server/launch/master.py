@@ -16,7 +16,7 @@ from typing import Any
 
 from gunicorn.sock import TCP6Socket, TCPSocket
 
-from server.errors import StartupError
+from server.errors import EngineDead, StartupError
 from server.launch.board import Board, ExitCode, Role
 from server.launch.fork_check import check_every_fork
 from server.launch.loader import Load, LoaderProcess
@@ -47,9 +47,9 @@ def on_starting(arbiter: Any) -> None:
         folder.acquire()
         _stop_at_once_on_signals(folder)
         _start(arbiter, settings, folder, notifier)
-    except StartupError as error:
+    except (StartupError, EngineDead) as error:
         logger.error("cannot start: %s", error)
-        code = ExitCode.PERMANENT
+        code = ExitCode.PERMANENT if isinstance(error, StartupError) else ExitCode.ENGINE_FAILED
     except Exception:
         logger.exception("cannot start")
         code = ExitCode.ENGINE_FAILED

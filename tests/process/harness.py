@@ -3,6 +3,7 @@
 Processes are counted by session id: a dying process loses its environment and memory before its sockets.
 """
 
+import contextlib
 import http.client
 import json
 import os
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from server.launch.board import Board, LoaderState, ModelState
+from server.launch.board import STAGES_PER_ROLE, Board, LoaderState, ModelState, Role
 
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 60.0
@@ -132,12 +133,13 @@ class ProcessService:
             time.sleep(0.01)
         return self
 
-    def stop_loader(self) -> int | None:
-        """Freeze the loader before it is done; its pid, or None if it was quicker than us."""
+    def freeze_loader(self) -> int | None:
+        """Stop the loader after it has handed its memory over; its pid, or None if it was done before us."""
         while self.is_alive:
-            for pid in children(self.pid):
-                os.kill(pid, signal.SIGSTOP)
-                return pid if self.board().loader_state in (LoaderState.NONE, LoaderState.LOADING) else None
+            if self.board().stages[Role.LOADER * STAGES_PER_ROLE].end:
+                loader = children(self.pid)[0]
+                os.kill(loader, signal.SIGSTOP)
+                return loader if self.board().loader_state == LoaderState.LOADING else None
         return None
 
     def end(self, signal_number: int | None = None, limit_s: float = 30.0) -> Ended:
@@ -197,7 +199,9 @@ class TokenStream:
         address = self.service.address()
         assert address is not None
         connection = http.client.HTTPConnection(*address, timeout=60)
-        body = {"inputs": self.prompt, "parameters": {"max_new_tokens": self.num_tokens}}
+        # Sampled: each token depends on its position and all before, so that a wrong resumption shows.
+        parameters = {"max_new_tokens": self.num_tokens, "temperature": 1.0, "seed": 11}
+        body = {"inputs": self.prompt, "parameters": parameters}
         try:
             connection.request("POST", "/generate_stream", json.dumps(body), {"content-type": "application/json"})
             response = connection.getresponse()
@@ -260,7 +264,5 @@ def _session(pid: int) -> int | None:
 
 
 def _signal(pid: int, signal_number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal_number)
-    except ProcessLookupError:
-        pass

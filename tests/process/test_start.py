@@ -1,6 +1,5 @@
 """The start: its order, its refusals, and what lives beside it."""
 
-import json
 import os
 import signal
 import socket
@@ -13,7 +12,7 @@ import pytest
 
 from server.launch.board import LoaderState, ModelState, Role
 from tests.process.conftest import StartService
-from tests.process.harness import ROOT, TokenStream, children, has_mapped, num_threads
+from tests.process.harness import ProcessService, TokenStream, children, has_mapped, num_threads
 
 _LIBRARY = "libtorch_cpu"
 
@@ -201,16 +200,28 @@ def test_a_loader_that_dies_ends_the_service_with_the_reason(
     os.kill(loader, signal_number)
     os.kill(loader, signal.SIGCONT)
     ended = service.end()
-    assert ended.exit_code in (3, 4), service.log
+    assert ended.exit_code == 3, service.log
     assert (ended.survivors, ended.files) == ((), ())
     assert f"the loader was killed by signal {signal_number}" in service.log
 
 
-def start_with_frozen_loader(start: StartService, model: Path, **settings: object):  # noqa: ANN201
-    """A service whose loader is stopped before it is done, and the loader's pid. The loader may be quicker: try again."""
+def test_a_loader_killed_before_it_has_memory_ends_the_start(start: StartService, slow_model: Path) -> None:
+    service = start(model__path=str(slow_model))
+    while not (loaders := children(service.pid)):
+        assert service.is_alive, service.log
+    os.kill(loaders[0], signal.SIGKILL)
+    ended = service.end()
+    assert ended.exit_code == 3, service.log
+    assert (ended.survivors, ended.files) == ((), ())
+    assert "the loader was killed by signal 9" in service.log
+    assert "Traceback" not in service.log
+
+
+def start_with_frozen_loader(start: StartService, model: Path, **settings: object) -> tuple[ProcessService, int]:
+    """A service whose loader is stopped before it is done, and the loader's pid. It may be quicker: try again."""
     for _ in range(10):
         service = start(model__path=str(model), **settings)
-        if (loader := service.stop_loader()) is not None:
+        if (loader := service.freeze_loader()) is not None:
             return service, loader
         service.kill_all()
     raise AssertionError("the loader was always done before it could be stopped")

@@ -1,0 +1,129 @@
+"""One process dies; the service lives on, or ends with the reason."""
+
+import os
+import signal
+
+import pytest
+
+from server.launch.board import Board, ModelState
+from tests.process.conftest import StartService
+from tests.process.harness import ProcessService, TokenStream, children
+
+NUM_TOKENS = 1200
+
+
+def undisturbed(service: ProcessService, prompt: str) -> list[int]:
+    """What a greedy stream of `prompt` must say."""
+    return TokenStream(service, NUM_TOKENS, prompt).start().finish().token_ids
+
+
+def wait_engine(service: ProcessService, number: int) -> Board:
+    """The n-th engine is ready."""
+    return service.wait_for(
+        lambda board: board.num_engine_starts >= number and board.model_state == ModelState.READY, f"engine {number}"
+    )
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
+def test_streams_go_on_where_they_were_when_the_model_worker_dies(start: StartService, signal_number: int) -> None:
+    service = start().wait_ready()
+    prompts = ["the sea", "a ship", "it was"]
+    expected = [undisturbed(service, prompt) for prompt in prompts]
+    streams = [TokenStream(service, NUM_TOKENS, prompt).start() for prompt in prompts]
+    for engine_number in (2, 3):
+        num_seen = len(streams[0].token_ids)
+        streams[0].wait_for_tokens(num_seen + 50)
+        os.kill(service.board().model_pid, signal_number)
+        wait_engine(service, engine_number)
+    for stream, token_ids in zip(streams, expected, strict=True):
+        assert stream.finish().is_complete, stream
+        assert stream.token_ids == token_ids
+    board = service.board()
+    assert board.num_arbiter_starts == 1
+    assert board.num_bad_forks == 0
+
+
+def test_streams_survive_the_death_of_the_dirty_arbiter(start: StartService) -> None:
+    service = start().wait_ready()
+    expected = undisturbed(service, "the sea")
+    stream = TokenStream(service, NUM_TOKENS, "the sea").start().wait_for_tokens(50)
+    old = service.board()
+    os.kill(old.arbiter_pid, signal.SIGKILL)
+    assert stream.finish().is_complete, stream
+    assert stream.token_ids == expected
+    board = wait_engine(service, 2)
+    assert board.num_arbiter_starts == 2
+    assert old.model_pid not in service.processes()
+
+
+def test_an_arbiter_killed_while_it_imports_is_replaced(start: StartService) -> None:
+    service = start()
+    board = service.wait_for(lambda board: board.arbiter_pid > 0, "a dirty arbiter")
+    os.kill(board.arbiter_pid, signal.SIGKILL)
+    service.wait_ready()
+    assert service.board().num_arbiter_starts == 2
+
+
+def test_a_killed_web_worker_is_replaced_and_takes_only_its_own_streams(start: StartService) -> None:
+    service = start(server__web_workers=2).wait_ready()
+    streams = [TokenStream(service, NUM_TOKENS).start() for _ in range(12)]
+    for stream in streams:
+        stream.wait_for_tokens(1)
+    engine, (victim, other) = service.board().model_pid, service.web_workers()
+    os.kill(victim, signal.SIGKILL)
+    complete = [stream for stream in streams if stream.finish().is_complete]
+    assert 0 < len(complete) < len(streams)
+    assert all(len(stream.token_ids) == NUM_TOKENS for stream in complete)
+    service.wait_for(lambda _: len(service.web_workers()) == 2, "a second web worker")
+    assert other in service.web_workers()
+    assert service.board().model_pid == engine
+    service.wait_for(lambda board: board.num_running == 0, "no request of the dead worker in the engine")
+
+
+def test_a_web_worker_stopped_alone_drains_and_is_replaced(start: StartService) -> None:
+    service = start().wait_ready()
+    stream = TokenStream(service, NUM_TOKENS).start().wait_for_tokens(1)
+    (old,) = service.web_workers()
+    os.kill(old, signal.SIGTERM)
+    assert stream.finish().is_complete
+    service.wait_for(lambda _: service.web_workers() not in ([], [old]), "a new web worker")
+    service.wait_ready()
+
+
+def test_a_model_worker_that_keeps_dying_while_it_starts_ends_the_service(start: StartService) -> None:
+    service = start(engine__max_boot_attempts=2)
+    killed: set[int] = set()
+
+    def kill_if_starting(board: Board) -> bool:
+        if board.model_state == ModelState.STARTING and board.model_pid not in killed:
+            killed.add(board.model_pid)
+            os.kill(board.model_pid, signal.SIGSEGV)
+        return bool(board.halt_code)
+
+    service.wait_for(kill_if_starting, "the end of the attempts")
+    ended = service.end()
+    assert ended.exit_code == 3
+    assert (ended.survivors, ended.files) == ((), ())
+    assert "died 2 times while starting" in service.log
+
+
+def test_an_engine_that_cannot_start_ends_the_service_with_the_reason(start: StartService) -> None:
+    service = start(kv__pool_mib=1 << 30, engine__max_boot_attempts=2)
+    ended = service.end()
+    assert ended.exit_code in (3, 4), service.log
+    assert (ended.survivors, ended.files) == ((), ())
+    assert "Reason:" in service.log
+
+
+def test_nothing_is_left_as_a_zombie(start: StartService) -> None:
+    service = start().wait_ready()
+    os.kill(service.board().model_pid, signal.SIGKILL)
+    board = wait_engine(service, 2)
+    assert children(board.arbiter_pid) == [board.model_pid]
+    assert all_children(service.pid) == 2
+
+
+def all_children(pid: int) -> int:
+    """Children of a process, zombies included."""
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return len(file.read().split())
