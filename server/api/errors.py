@@ -71,7 +71,7 @@ class Refusal:
 
 
 def refusal_of(error: Exception, path: str) -> Refusal:
-    """What a client of `path` gets for `error`. What is not a ServerError is our fault: 500, and its text stays here."""
+    """What a client of `path` gets for `error`. Other exceptions are our fault: 500, without their text."""
     if not isinstance(error, ServerError):
         error = ServerError("internal error")
     kind = next(_KINDS[cls] for cls in type(error).__mro__ if cls in _KINDS)

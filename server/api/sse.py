@@ -83,7 +83,7 @@ class EventStream(Response):
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, or ClientDisconnect: it is cancelled when the client leaves. The body must have been read."""
+    """The result of `work`, or ClientDisconnect when the client leaves, which cancels it. The body has been read."""
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(_until_disconnected(receive))
     try:
