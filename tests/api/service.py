@@ -75,12 +75,15 @@ class EchoRunner:
         self.broken_ids: set[int] = set()
         self.logprob = -0.5
         self.permits: queue.SimpleQueue[None] | None = None
+        self.is_at_gate = False
         self._tokens: dict[int, list[int]] = {}  # slot -> known tokens
         self._num_prompt_tokens: dict[int, int] = {}
 
     def submit(self, plan: StepPlan) -> _DoneStep:
         if self.permits is not None:
+            self.is_at_gate = True
             self.permits.get(timeout=20)
+            self.is_at_gate = False
         for reset in plan.resets:
             self._tokens[reset.slot] = list(reset.token_ids)
             self._num_prompt_tokens[reset.slot] = reset.num_prompt_tokens
@@ -170,6 +173,27 @@ class ApiService:
         for _ in range(num_steps):
             self.runner.permits.put(None)
 
+    def wait_at_gate(self) -> None:
+        """Until a gated engine has used its permits and wants another."""
+        permits = self.runner.permits
+        assert permits is not None
+        wait_until(lambda: permits.empty() and self.runner.is_at_gate)
+
+    def drop_permits(self) -> None:
+        """Take back what an idle gated engine has not used."""
+        assert self.runner.permits is not None
+        while not self.runner.permits.empty():
+            self.runner.permits.get()
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The value of one of our series, 0 before it exists."""
+        start = f"model_server_{name}{{"
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        for line in self.client.get("/metrics").text.splitlines():
+            if line.startswith(start) and all(pair in line for pair in wanted):
+                return float(line.split()[-1])
+        return 0.0
+
     def open_gate(self) -> None:
         """Let a gated engine run freely."""
         permits, self.runner.permits = self.runner.permits, None
@@ -203,7 +227,7 @@ class ApiService:
         return self.client.post(path, content=msgspec.json.encode(body), headers={"content-type": "application/json"})
 
 
-def wait_until(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], object], limit_s: float = 10.0) -> None:
     """Poll; fails after the limit."""
     deadline = time.monotonic() + limit_s
     while not condition():
