@@ -48,18 +48,15 @@ class ChatPrompt:
     def _encode_pieces(self, pieces: Sequence[Piece]) -> list[int]:
         token_ids: list[int] = []
         for piece in pieces:
-            encode = self._encode_plain if piece.plain else self._encode_rendered
-            token_ids += _encode_behind_newline(encode, piece.text) if token_ids else encode(piece.text)
+            encode = self._tokenizer.encode_plain if piece.plain else self._encode_rendered
+            piece_ids = _encode_behind_newline(encode, piece.text) if token_ids else encode(piece.text)
+            if piece.plain and not self._added_ids.isdisjoint(piece_ids):
+                raise InvalidRequest(f"this model cannot read {piece.text!r} as plain text", "messages")
+            token_ids += piece_ids
         return token_ids
 
     def _encode_rendered(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
-
-    def _encode_plain(self, text: str) -> list[int]:
-        token_ids = self._tokenizer.encode_plain(text)
-        if not self._added_ids.isdisjoint(token_ids):
-            raise InvalidRequest(f"this model cannot read {text!r} as plain text", "messages")
-        return token_ids
 
     @cached_property
     def _special_names(self) -> ControlTokens:

@@ -24,7 +24,7 @@ class ControlTokens:
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = sorted(names, key=len, reverse=True)
-        any_name = "|".join(map(re.escape, self._names)) or "(?!)"
+        any_name = _any_of(self._names)
         self._any_name = re.compile(any_name)
         # Every place where a name begins, also inside another name; the first character is the match.
         self._any_start = re.compile(f"(?={any_name}).", re.DOTALL)
@@ -44,7 +44,7 @@ class ControlTokens:
 
     def split(self, rendered: str, mark: str) -> list[Piece]:
         """Cut marked text at the names and at single marks, and leave the marks out."""
-        broken_names = "|".join(re.escape(name[0] + mark + name[1:]) for name in self._names)
+        broken_names = _any_of(name[0] + mark + name[1:] for name in self._names)
         parts = re.split(f"({broken_names})|{re.escape(mark)}", rendered)
         # Text and names alternate; in place of a name stands None for a single mark.
         pieces = [Piece((part or "").replace(mark, ""), plain=index % 2 == 1) for index, part in enumerate(parts)]
@@ -53,6 +53,10 @@ class ControlTokens:
     def _ends_with_beginning(self, text: str) -> bool:
         lengths = range(1, min(self._max_beginning, len(text)) + 1)
         return any(text[-length:] in self._beginnings for length in lengths)
+
+
+def _any_of(texts: Iterable[str]) -> str:
+    return "|".join(map(re.escape, texts)) or "(?!)"  # which matches nothing
 
 
 def strings_in(value: Any) -> Iterator[str]:

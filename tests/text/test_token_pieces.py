@@ -53,3 +53,11 @@ def test_what_has_no_text_is_empty() -> None:
     assert [pieces[token_id] for token_id in (-1, 10, 2**40)] == [b"", b"", b""]
     assert pieces.text_piece(0) == b""
     assert pieces[0] == b"<s>"
+
+
+def test_vocabulary_of_special_tokens_only_has_no_text_but_theirs() -> None:
+    library = tokenizers.Tokenizer(models.WordLevel({"<s>": 0}, unk_token="<s>"))
+    library.add_special_tokens([AddedToken("<s>", special=True)])
+    pieces = TokenPieces(library, {0}, 1)
+    assert not pieces.strips_first_space
+    assert (pieces[0], pieces.text_piece(0)) == (b"<s>", b"")
