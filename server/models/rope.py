@@ -21,13 +21,13 @@ def inverse_frequencies(facts: ModelFacts) -> tuple[float, ...]:
 
 def _scaled(frequency: float, scaling: RopeScaling) -> float:
     """Llama 3: long wavelengths are stretched by `factor`, short ones kept, those between blended."""
-    wavelength = _fp32(2 * math.pi / frequency)
+    wavelength = _fp32(_fp32(1 / frequency) * _fp32(2 * math.pi))
     if wavelength < scaling.original_max_position / scaling.high_freq_factor:
         return frequency
     if wavelength > scaling.original_max_position / scaling.low_freq_factor:
         return _fp32(frequency / scaling.factor)
     smooth = _fp32(
-        _fp32(_fp32(scaling.original_max_position / wavelength) - scaling.low_freq_factor)
+        _fp32(_fp32(_fp32(1 / wavelength) * scaling.original_max_position) - scaling.low_freq_factor)
         / (scaling.high_freq_factor - scaling.low_freq_factor)
     )
     stretched = _fp32(_fp32(_fp32(1 - smooth) * frequency) / scaling.factor)

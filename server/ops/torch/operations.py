@@ -20,8 +20,7 @@ from server.ops.torch.attention import AttentionTile, paged_attention, plan_tile
 from server.ops.torch.rotary import Rotation, rotate, rotation_at
 from server.ops.torch.sampler import SlotTable, choose
 from server.ops.torch.staging import Staging
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from server.ops.torch.weights import TORCH_DTYPES
 
 
 class TorchPendingTokens:
@@ -73,7 +72,7 @@ class TorchOperations:
         self._inverse_frequencies = torch.tensor(inverse_frequencies, dtype=torch.float32, device=device)
         self._largest = _allocate_activations(facts, limits, device)
         pool_shape = (facts.num_layers, 2, limits.num_blocks * limits.block_size, facts.num_kv_heads, facts.head_dim)
-        self.kv_pool = torch.zeros(pool_shape, dtype=DTYPES[facts.dtype], device=device)
+        self.kv_pool = torch.zeros(pool_shape, dtype=TORCH_DTYPES[facts.dtype], device=device)
         self._slots = SlotTable(limits.max_num_requests, facts.vocab_size, device)
         self._staging = Staging(limits, device)
         self._shape: StepShape
@@ -215,7 +214,7 @@ _PER_SAMPLE = ("sampled", "logits")
 
 
 def _allocate_activations(facts: ModelFacts, limits: BatchLimits, device: torch.device) -> Activations[Tensor]:
-    dtype = DTYPES[facts.dtype]
+    dtype = TORCH_DTYPES[facts.dtype]
 
     def rows(count: int, width: int, row_dtype: torch.dtype = dtype) -> Tensor:
         return torch.zeros(count, width, dtype=row_dtype, device=device)
