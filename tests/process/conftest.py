@@ -1,6 +1,8 @@
 """Fixtures: models made once per session, and services that never outlive their test."""
 
 import itertools
+import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +18,11 @@ _MAX_POSITION = 8192
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that never ends a text by itself and is loaded in milliseconds."""
-    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "m", max_position=_MAX_POSITION, with_tokenizer=True)
+    folder = tmp_path_factory.mktemp("tiny") / "m"
+    write_tiny_model(folder, max_position=_MAX_POSITION, with_tokenizer=True)
+    tokenizer_config = folder / "tokenizer_config.json"
+    tokenizer_config.write_text(json.dumps(json.loads(tokenizer_config.read_text()) | {"eos_token": None}))
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +31,17 @@ def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(
         tmp_path_factory.mktemp("slow") / "m", hidden_size=512, intermediate_size=8192, with_tokenizer=True
     )
+
+
+@pytest.fixture(scope="session")
+def start_s(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> float:
+    """How long a start takes on this machine, in seconds."""
+    service = ProcessService(tmp_path_factory.mktemp("p"), {"model.path": str(tiny_model)})
+    try:
+        service.wait_ready()
+        return time.monotonic() - service.started_at
+    finally:
+        service.kill_all()
 
 
 @pytest.fixture

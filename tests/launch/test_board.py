@@ -1,0 +1,80 @@
+import os
+import subprocess
+import sys
+
+from server.launch.board import STAGES_PER_ROLE, Board, ExitCode, Role, StopMode
+
+
+FORK_ROLES = """
+import os
+from server.launch.board import STAGES_PER_ROLE, Board, Role
+board = Board.create()
+pids = []
+for role in Role:
+    if (pid := os.fork()) == 0:
+        for number in range(STAGES_PER_ROLE):
+            with board.stage(role, f"{role.name.lower()} {number}"):
+                pass
+        os._exit(0)
+    pids.append(pid)
+assert all(os.waitpid(pid, 0)[1] == 0 for pid in pids)
+stages = board.timeline()
+assert [stage.begin for stage in stages] == sorted(stage.begin for stage in stages)
+assert all(stage.name.split()[0] == stage.role for stage in stages)
+print(len({stage.name for stage in stages}))
+"""
+
+
+def test_roles_that_write_the_timeline_at_once_lose_no_row() -> None:
+    # In a process of its own: forking the test runner is unsafe once another test has started a thread.
+    output = subprocess.run([sys.executable, "-c", FORK_ROLES], capture_output=True, text=True, check=True).stdout
+    assert int(output) == len(Role) * STAGES_PER_ROLE
+
+
+def test_a_role_that_has_used_up_its_rows_gets_none_and_disturbs_nobody() -> None:
+    board = Board.create()
+    for _ in range(STAGES_PER_ROLE):
+        assert board.begin_stage(Role.MODEL, "again") is not None
+    assert board.begin_stage(Role.MODEL, "too many") is None
+    assert board.begin_stage(Role.WEB, "first") is not None
+
+
+def test_a_stage_that_raises_stays_unfinished() -> None:
+    board = Board.create()
+    try:
+        with board.stage(Role.MASTER, "checkpoint"):
+            raise ValueError
+    except ValueError:
+        pass
+    (stage,) = board.timeline()
+    assert stage.begin > 0
+    assert stage.end == 0
+
+
+def test_the_first_reason_to_halt_stands() -> None:
+    board = Board.create()
+    board.halt(ExitCode.PERMANENT, "no such file: ü" + "x" * 1000)
+    board.halt(ExitCode.ENGINE_FAILED, "a consequence")
+    assert board.halt_code == ExitCode.PERMANENT
+    assert board.halt_reason.decode().startswith("no such file: ü")
+
+
+def test_the_stop_only_rises_and_keeps_its_begin() -> None:
+    board = Board.create()
+    board.raise_stop(StopMode.QUICK)
+    begin = board.stop_at
+    board.raise_stop(StopMode.DRAIN)
+    assert (board.stop, board.stop_at) == (StopMode.QUICK, begin)
+
+
+def test_a_snapshot_is_a_copy_of_the_board_of_another_process() -> None:
+    board = Board.create()
+    board.port = 1234
+    copy = Board.snapshot(os.getpid())
+    assert copy is not None
+    board.port = 5
+    assert copy.port == 1234
+
+
+def test_there_is_no_snapshot_of_a_process_without_a_board() -> None:
+    assert Board.snapshot(1 << 30) is None

@@ -1,0 +1,57 @@
+import pytest
+
+from server.launch.board import Board, ExitCode, LoaderState, ModelState
+from server.launch.supervisor import StartDeadline, loading_status
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """One number: what time.monotonic() says."""
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    return now
+
+
+def test_a_start_that_moves_is_never_ended(clock: list[float]) -> None:
+    board = Board.create()
+    deadline = StartDeadline(board, 10)
+    for step in range(20):
+        clock[0] += 9
+        board.bytes_loaded = step
+        deadline.check()
+    assert not board.halt_code
+
+
+def test_a_start_that_stands_still_ends_with_what_was_seen_last(clock: list[float]) -> None:
+    board = Board.create()
+    board.loader_state, board.bytes_loaded, board.bytes_total = LoaderState.LOADING, 25, 100
+    deadline = StartDeadline(board, 10)
+    deadline.check()
+    clock[0] += 11
+    deadline.check()
+    assert board.halt_code == ExitCode.ENGINE_FAILED
+    assert b"25 %" in board.halt_reason
+
+
+def test_a_ready_service_has_no_deadline_until_it_starts_again(clock: list[float]) -> None:
+    board = Board.create()
+    board.model_state = ModelState.READY
+    deadline = StartDeadline(board, 10)
+    for _ in range(3):
+        clock[0] += 100
+        deadline.check()
+    board.model_state = ModelState.NONE
+    deadline.check()
+    assert not board.halt_code
+    clock[0] += 11
+    deadline.check()
+    assert board.halt_code
+
+
+def test_the_status_line_follows_the_start() -> None:
+    board = Board.create()
+    assert loading_status(board) == "loading the weights: 0 %"
+    board.bytes_loaded, board.bytes_total = 50, 200
+    assert loading_status(board) == "loading the weights: 25 %"
+    board.loader_state = LoaderState.LOADED
+    assert loading_status(board) == "weights loaded, starting the engine"
