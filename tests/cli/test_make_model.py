@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from server.cli import make_model as command
+from server.cli.byte_tokenizer import write_byte_tokenizer
 from server.cli.make_model import SHAPES, make_model
 from server.errors import StartupError
 from server.models.facts import facts_from_config
@@ -88,6 +89,11 @@ def test_the_byte_tokenizer_reads_every_text_and_ends_with_its_marker(tmp_path: 
     assert rendered == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert config["eos_token_id"] == [258, 256]
+
+
+def test_a_byte_tokenizer_needs_room_for_its_markers(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="vocab_size 258 is too small"):
+        write_byte_tokenizer(tmp_path, 258)
 
 
 def test_a_given_tokenizer_is_copied_with_its_end_marker(tmp_path: Path) -> None:

@@ -105,6 +105,26 @@ def test_an_unfinished_download_is_named_when_offline(repository: Path) -> None:
         open_checkpoint("org/tiny", "main", offline(repository))
 
 
+def test_a_cached_id_of_another_revision_is_refused_when_offline_with_what_there_is(repository: Path) -> None:
+    with pytest.raises(StartupError, match=f"revision 'v2' is not in this cache folder; found: {COMMIT}"):
+        find_folder("org/tiny", "v2", offline(repository))
+
+
+def test_an_unfinished_download_is_continued_by_the_hub_library(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (repository / "snapshots" / COMMIT / "model-00001-of-00002.safetensors").unlink()
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        asked.append(command[-3:])
+        return subprocess.CompletedProcess(command, 0, stdout=f"{repository / 'snapshots' / COMMIT}\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert find_folder("org/tiny", "main", online(repository)) == repository / "snapshots" / COMMIT
+    assert asked == [["org/tiny", "main", str(repository.parent)]]
+
+
 def test_an_uncached_id_is_refused_when_offline_with_all_that_was_tried(repository: Path) -> None:
     with pytest.raises(StartupError, match=r"org/other: there is no such folder.*hub cache .*HF_HUB_OFFLINE"):
         find_folder("org/other", "main", offline(repository))
@@ -147,6 +167,17 @@ def test_a_download_that_the_library_finds_in_its_cache_is_used(
     (repository / "snapshots" / COMMIT / "tokenizer.json").unlink()  # not complete: the hub is asked
     found = find_folder("org/tiny", "main", online(repository))
     assert found == repository / "snapshots" / COMMIT
+
+
+def test_the_download_program_says_why_it_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def snapshot_download(hub_id: str, **_: object) -> str:
+        raise PermissionError(f"{hub_id} is gated\nask for access")
+
+    monkeypatch.setattr(download, "snapshot_download", snapshot_download)
+    assert download.main("org/tiny", "main", "/cache") == 1
+    assert capsys.readouterr().out == "PermissionError: org/tiny is gated\n"
 
 
 def test_the_download_program_reports_on_stdout(
