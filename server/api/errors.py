@@ -144,6 +144,8 @@ def _headers_of(error: ServerError) -> dict[str, str]:
         return {"Retry-After": "1"}
     if isinstance(error, BodyTooLarge):
         return {"Connection": "close"}  # the rest of the body is not read
+    if type(error) is ServerError:
+        return {"Connection": "close"}  # uvicorn closes it after a fault; a client that kept it would see a reset
     return {}
 
 

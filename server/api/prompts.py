@@ -17,10 +17,7 @@ _PENALTY_MIN, _PENALTY_MAX = 1e-4, 1e4
 
 async def encode_prompt(serving: Serving, text: str, param: str) -> list[int]:
     """Token ids of a text, never none. Raises InvalidRequest blaming `param`."""
-    try:
-        token_ids = await serving.tokenizer.encode_async(text)
-    except InvalidRequest as error:
-        raise InvalidRequest(str(error), param) from error
+    token_ids = await serving.tokenizer.encode_async(text)
     if not token_ids:
         raise InvalidRequest("an empty prompt cannot be continued", param)
     return token_ids

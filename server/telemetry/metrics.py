@@ -15,7 +15,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from server.launch.board import Board, ModelState, Role
+from server.launch.board import Board, ModelState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _OWN_PREFIX = "model_server_"
@@ -33,6 +33,8 @@ _WITHOUT_ALIAS = frozenset(
         "startup_bytes",
     )
 )
+_FINISHED_REASONS = ("length", "stop")
+_ERROR_STATUSES = (400, 404, 405, 413, 415, 422, 424, 429, 500, 503)
 _SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_SECONDS = (0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 5)
 
@@ -52,35 +54,31 @@ class RequestMetrics:
         self.time_to_first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token", _SECONDS)
         self.inter_token_latency = self._histogram("inter_token_latency_seconds", "Between two tokens", _TOKEN_SECONDS)
         self.request_latency = self._histogram("e2e_request_latency_seconds", "Arrival to last token", _SECONDS)
-        self.requests_aborted = Counter(
-            f"{_OWN_PREFIX}requests_aborted", "Requests whose client left", ["model_name"], registry=self._registry
-        ).labels(model_name)
-        self._requests_finished = Counter(
-            f"{_OWN_PREFIX}request_success",
-            "Requests that ended with an answer",
-            ["model_name", "finished_reason"],
-            registry=self._registry,
-        )
-        self._http_errors = Counter(
-            f"{_OWN_PREFIX}http_errors",
-            "Error responses and error events",
-            ["model_name", "status"],
-            registry=self._registry,
-        )
+        self.requests_aborted = self._counter("requests_aborted", "Requests whose client left").labels(model_name)
+        self._finished = self._counter("request_success", "Requests that ended with an answer", "finished_reason")
+        self._errors = self._counter("http_errors", "Error responses and error events", "status")
+        # These series exist from the start: a rate over one that appears with its first event misses that event.
+        for reason in _FINISHED_REASONS:
+            self._finished.labels(model_name, reason)
+        for status in _ERROR_STATUSES:
+            self._errors.labels(model_name, status)
 
     def count_finished(self, reason: str) -> None:
         """One request ended with its answer; `reason` is length or stop."""
-        self._requests_finished.labels(self._model_name, reason).inc()
+        self._finished.labels(self._model_name, reason).inc()
 
     def count_error(self, status: int) -> None:
         """One request was refused or failed with this HTTP status (also when it failed inside a stream)."""
-        self._http_errors.labels(self._model_name, str(status)).inc()
+        self._errors.labels(self._model_name, status).inc()
 
     def render(self, board: Board) -> bytes:
         """The text of one scrape. Reads all workers' files: milliseconds, so not for the event loop."""
         registry = CollectorRegistry()
         registry.register(_TwoNames([_FolderCollector(self._folder), _BoardCollector(board, self._model_name)]))
         return generate_latest(registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"{_OWN_PREFIX}{name}", text, ["model_name", *labels], registry=self._registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(f"{_OWN_PREFIX}{name}", text, ["model_name"], buckets=buckets, registry=self._registry)
@@ -130,7 +128,7 @@ class _BoardCollector(Collector):
         totals: dict[tuple[str, str], tuple[float, int]] = {}
         for stage in self._board.timeline():
             if stage.end:
-                key = (Role(stage.role).name.lower(), stage.name.decode())
+                key = (stage.role.decode(), stage.name.decode())
                 duration_s, num_bytes = totals.get(key, (0.0, 0))
                 totals[key] = (duration_s + stage.end - stage.begin, num_bytes + stage.num_bytes)
         for (role, name), (duration_s, num_bytes) in totals.items():

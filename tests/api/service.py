@@ -76,10 +76,12 @@ class EchoRunner:
         self.logprob = -0.5
         self.permits: queue.SimpleQueue[None] | None = None
         self.is_at_gate = False
+        self.num_steps = 0
         self._tokens: dict[int, list[int]] = {}  # slot -> known tokens
         self._num_prompt_tokens: dict[int, int] = {}
 
     def submit(self, plan: StepPlan) -> _DoneStep:
+        self.num_steps += 1
         if self.permits is not None:
             self.is_at_gate = True
             self.permits.get(timeout=20)
@@ -111,18 +113,25 @@ class ApiService:
         self.runner = EchoRunner()
         self._gated = gated
         self._with_engine = with_engine
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(folder / "engine.sock"))
-        self._listener.listen(8)
         checkpoint = Checkpoint(folder / "model", FACTS, {}, {}, {})
         self.app = create_app(self.settings, self.resolved, checkpoint, self.board, str(folder / "engine.sock"))
         self._tables = BlockTables(NUM_BLOCKS, BLOCK_SIZE, prefix_cache=True)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(folder / "engine.sock"))
+        self._listener.listen(8)
 
     def __enter__(self) -> "ApiService":
         if self._with_engine:
             self.start_engine()
         config = uvicorn.Config(
-            self.app, port=0, loop="uvloop", http="httptools", ws="none", lifespan="on", log_config=None, access_log=False
+            self.app,
+            port=0,
+            loop="uvloop",
+            http="httptools",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
         )
         self._server = uvicorn.Server(config)
         self._web_thread = threading.Thread(target=self._server.run)

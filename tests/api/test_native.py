@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from server.api.native_schema import GenerateParameters
 from tests.api.service import MAX_MODEL_LEN, events_of
 
 
@@ -30,10 +31,7 @@ def test_without_a_limit_the_context_is_filled(service):
 
 
 def test_absent_and_null_parameters_are_defaults(service):
-    nulls = dict.fromkeys(
-        "max_new_tokens temperature top_k top_p typical_p repetition_penalty frequency_penalty do_sample seed stop "
-        "truncate return_full_text details decoder_input_details top_n_tokens best_of watermark adapter_id grammar".split()
-    )
+    nulls = dict.fromkeys(GenerateParameters.model_fields)
     bodies = [{"inputs": "abc"}, {"inputs": "abc", "parameters": None}, {"inputs": "abc", "parameters": nulls}]
     texts = {service.post("/generate", body).json()["generated_text"] for body in bodies}
     assert len(texts) == 1
@@ -113,7 +111,9 @@ def test_return_full_text_puts_the_prompt_first(service):
 
 
 def test_compat_route_answers_a_list_with_the_full_text(service):
-    assert service.post("/", {"inputs": "ab", "parameters": {"max_new_tokens": 2}}).json() == [{"generated_text": "abab"}]
+    assert service.post("/", {"inputs": "ab", "parameters": {"max_new_tokens": 2}}).json() == [
+        {"generated_text": "abab"}
+    ]
     body = {"inputs": "ab", "parameters": {"max_new_tokens": 2, "return_full_text": False}, "stream": None}
     assert service.post("/", body).json() == [{"generated_text": "ab"}]
 

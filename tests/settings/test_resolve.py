@@ -1,0 +1,130 @@
+"""Every "auto" becomes a choice that suits machine and model, and is logged with its reason."""
+
+import dataclasses
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.errors import StartupError
+from server.settings.load import load_settings
+from server.settings.machine import Machine
+from server.settings.resolve import name_from_path, resolve, runtime_dir, stop_timeouts
+from tests.api.service import FACTS
+
+LAPTOP = Machine(num_cores=8, num_gpus=0, libcuda_path=None, has_torch=True)
+GPU_BOX = Machine(num_cores=16, num_gpus=2, libcuda_path="/usr/lib/libcuda.so.1", has_torch=True)
+
+
+def resolved(machine=LAPTOP, facts=FACTS, **overrides):
+    chosen = {name.replace("__", "."): value for name, value in overrides.items()}
+    return resolve(load_settings("demo", {}, chosen), facts, machine, {})
+
+
+def server_settings(**overrides):
+    return load_settings("demo", {}, {f"server.{name}": value for name, value in overrides.items()}).server
+
+
+def test_laptop_serves_on_all_its_cores():
+    config = resolved()
+    assert (config.backend, config.device, config.num_threads) == ("torch", "cpu", 8)
+    assert config.kv_pool_bytes == 256 << 20
+    assert config.max_model_len == FACTS.max_position
+    assert config.served_name == "demo"
+
+
+def test_gpu_is_taken_where_there_is_one():
+    config = resolved(GPU_BOX)
+    assert (config.backend, config.device, config.num_threads) == ("torch", "cuda", 1)
+    assert config.kv_pool_bytes is None
+
+
+def test_wishes_are_followed():
+    config = resolved(
+        GPU_BOX,
+        engine__device="cpu",
+        engine__backend="torch",
+        engine__num_threads=3,
+        engine__max_model_len=100,
+        kv__pool_mib=7,
+        model__served_name="mine",
+        server__runtime_dir="/run/x",
+    )
+    assert (config.backend, config.device, config.num_threads) == ("torch", "cpu", 3)
+    assert (config.max_model_len, config.kv_pool_bytes) == (100, 7 << 20)
+    assert config.served_name == "mine"
+    assert str(config.runtime_dir) == "/run/x"
+
+
+@pytest.mark.parametrize(
+    ("machine", "overrides", "expected"),
+    [
+        (GPU_BOX, {"engine__backend": "cuda"}, 'engine.backend is "cuda"'),
+        (LAPTOP, {"engine__device": "cuda"}, "no /dev/nvidia0"),
+        (dataclasses.replace(GPU_BOX, libcuda_path=None), {"engine__device": "cuda"}, "no libcuda.so.1"),
+        (dataclasses.replace(LAPTOP, has_torch=False), {}, "PyTorch, which is not installed"),
+        (LAPTOP, {"engine__max_model_len": 513}, "engine.max_model_len is 513"),
+        (LAPTOP, {"server__lame_duck_s": 30}, "server.lame_duck_s is 30"),
+    ],
+)
+def test_wish_that_cannot_be_met_is_refused(machine, overrides, expected):
+    with pytest.raises(StartupError) as refusal:
+        resolved(machine, **overrides)
+    assert expected in str(refusal.value)
+
+
+def test_each_automatic_choice_is_logged_once_with_its_reason(caplog):
+    with caplog.at_level(logging.INFO, "server.settings"):
+        resolved(dataclasses.replace(GPU_BOX, libcuda_path=None))
+    choices = [record.getMessage().partition(":")[0] for record in caplog.records]
+    assert sorted(choices) == sorted(set(choices))
+    assert {"engine.backend", "engine.device", "engine.num_threads", "engine.max_model_len"} <= set(choices)
+    assert any("no libcuda.so.1" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"RUNTIME_DIRECTORY": "/run/a:/run/b", "XDG_RUNTIME_DIR": "/run/user/1"}, "/run/a"),
+        ({"XDG_RUNTIME_DIR": "/run/user/1"}, "/run/user/1/model-server-8000"),
+    ],
+)
+def test_runtime_folder_follows_the_environment(environ, expected):
+    assert str(runtime_dir(server_settings(), environ)) == expected
+
+
+def test_runtime_folder_is_one_per_port_and_user():
+    folders = {runtime_dir(server_settings(port=port), {}) for port in (0, 8000, 8001)}
+    assert len(folders) == 3
+    assert all(folder.parent.name == "tmp" for folder in folders)
+    assert runtime_dir(server_settings(runtime_dir="here"), {}).is_absolute()
+
+
+@given(drain_limit_s=st.integers(1, 1000), lame_duck_s=st.floats(0, 1000))
+def test_limits_of_a_stop_are_ordered_or_refused(drain_limit_s, lame_duck_s):
+    server = server_settings(drain_limit_s=drain_limit_s, lame_duck_s=lame_duck_s)
+    try:
+        limits = stop_timeouts(server)
+    except StartupError:
+        assert lame_duck_s > drain_limit_s - 1
+        return
+    assert limits.web_s >= 1
+    assert lame_duck_s + limits.web_s <= drain_limit_s
+    assert limits.lame_duck_s + limits.web_s + 1 < limits.dirty_s < limits.master_s < limits.systemd_s
+    assert limits.master_s <= drain_limit_s + 3
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("models/demo", "demo"),
+        ("/srv/models/qwen/", "qwen"),
+        ("Qwen/Qwen2-7B-Instruct", "Qwen2-7B-Instruct"),
+        ("/hub/models--Qwen--Qwen2-7B/snapshots/0123abc", "Qwen2-7B"),
+        ("/hub/models--gpt2", "gpt2"),
+        ("/", "/"),
+    ],
+)
+def test_served_name_is_what_people_call_it(path, name):
+    assert name_from_path(path) == name
