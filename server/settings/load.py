@@ -38,7 +38,7 @@ _SERVICE_LINK = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One source of values: {section: {field: value}}. Only where `from_text` may a string stand for a number or bool."""
+    """One source of values: {section: {field: value}}. `from_text`: a string may stand for a number or a bool."""
 
     source: str
     sections: Mapping[str, Any]
@@ -56,9 +56,7 @@ def load_settings(
     command line reaches gunicorn.conf.py). Raises StartupError naming the key, its source and the nearest right name.
     """
     environ = os.environ if environ is None else environ
-    merged: dict[str, dict[str, object]] = {
-        section: {} for section in _fields_of(Settings)
-    }
+    merged: dict[str, dict[str, object]] = {section: {} for section in _fields_of(Settings)}
     for layer in _layers(
         profile or environ.get(PROFILE_VARIABLE) or DEFAULT_PROFILE,
         environ,
@@ -67,9 +65,7 @@ def load_settings(
         _merge(merged, layer)
     try:
         return msgspec.convert(merged, Settings)
-    except (
-        msgspec.ValidationError
-    ) as error:  # every value was checked on its way in: only a missing one is left
+    except msgspec.ValidationError as error:  # every value was checked on its way in: only a missing one is left
         raise StartupError(f"{_config_folder() / 'base.toml'}: {error}") from error
 
 
@@ -84,14 +80,10 @@ def _config_folder() -> Path:
     for folder in (package / "config", package.parent / "config"):
         if (folder / "base.toml").is_file():
             return folder
-    raise StartupError(
-        f"config/base.toml is missing: neither {package} nor {package.parent} has it; install again"
-    )
+    raise StartupError(f"config/base.toml is missing: neither {package} nor {package.parent} has it; install again")
 
 
-def _layers(
-    profile: str, environ: Mapping[str, str], overrides: Mapping[str, object]
-) -> Iterable[_Layer]:
+def _layers(profile: str, environ: Mapping[str, str], overrides: Mapping[str, object]) -> Iterable[_Layer]:
     if profile not in (names := profile_names()):
         raise StartupError(
             f"profile {profile!r} does not exist{_nearest(profile, names)}; there are {', '.join(names)}"
@@ -101,9 +93,7 @@ def _layers(
     if config_path := environ.get(CONFIG_VARIABLE):
         yield _read_toml(Path(config_path))
     yield from _environment_layers(environ)
-    yield from _override_layers(
-        OVERRIDES_VARIABLE, _parse_overrides(environ.get(OVERRIDES_VARIABLE) or "{}")
-    )
+    yield from _override_layers(OVERRIDES_VARIABLE, _parse_overrides(environ.get(OVERRIDES_VARIABLE) or "{}"))
     yield from _override_layers("command line", overrides)
 
 
@@ -111,18 +101,13 @@ def _read_toml(path: Path) -> _Layer:
     try:
         return _Layer(str(path), tomllib.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
-        raise StartupError(
-            f"settings file {path} cannot be read: {error.strerror}"
-        ) from error
+        raise StartupError(f"settings file {path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise StartupError(f"settings file {path} is not TOML: {error}") from error
 
 
 def _environment_layers(environ: Mapping[str, str]) -> Iterable[_Layer]:
-    known = {
-        f"{_PREFIX}{section}__{field}".upper(): (section, field)
-        for section, field in _all_keys()
-    }
+    known = {f"{_PREFIX}{section}__{field}".upper(): (section, field) for section, field in _all_keys()}
     for name in sorted(environ):
         if not name.startswith(_PREFIX) or name in _OWN_VARIABLES:
             continue
@@ -140,9 +125,7 @@ def _environment_layers(environ: Mapping[str, str]) -> Iterable[_Layer]:
 
 def _is_service_link(name: str, value: str) -> bool:
     """Whether Kubernetes set it. MODEL_SERVER_PORT=9000 is no link (theirs is a URL) but a misspelt setting."""
-    return bool(_SERVICE_LINK.fullmatch(name)) and (
-        not name.endswith("_PORT") or "SERVICE" in name or "://" in value
-    )
+    return bool(_SERVICE_LINK.fullmatch(name)) and (not name.endswith("_PORT") or "SERVICE" in name or "://" in value)
 
 
 def _parse_overrides(text: str) -> dict[str, object]:
@@ -151,9 +134,7 @@ def _parse_overrides(text: str) -> dict[str, object]:
     except ValueError as error:
         raise StartupError(f"{OVERRIDES_VARIABLE} is not JSON: {error}") from error
     if not isinstance(parsed, dict):
-        raise StartupError(
-            f'{OVERRIDES_VARIABLE} must be an object such as {{"server.port": 8001}}, found {text[:80]}'
-        )
+        raise StartupError(f'{OVERRIDES_VARIABLE} must be an object such as {{"server.port": 8001}}, found {text[:80]}')
     return parsed
 
 
@@ -162,9 +143,7 @@ def _override_layers(source: str, overrides: Mapping[str, object]) -> Iterable[_
         section, dot, field = key.partition(".")
         if not dot:
             names = [f"{section}.{field}" for section, field in _all_keys()]
-            raise StartupError(
-                f"{source}: {key!r} is not of the form section.field{_nearest(key, names)}"
-            )
+            raise StartupError(f"{source}: {key!r} is not of the form section.field{_nearest(key, names)}")
         yield _Layer(source, {section: {field: value}}, from_text=True)
 
 
@@ -172,26 +151,18 @@ def _merge(merged: dict[str, dict[str, object]], layer: _Layer) -> None:
     sections = _fields_of(Settings)
     for section, table in layer.sections.items():
         if section not in sections:
-            raise StartupError(
-                f"{layer.source}: no section [{section}]{_nearest(section, sections)}"
-            )
+            raise StartupError(f"{layer.source}: no section [{section}]{_nearest(section, sections)}")
         if not isinstance(table, dict):
-            raise StartupError(
-                f"{layer.source}: [{section}] must be a table, found {section} = {table!r}"
-            )
+            raise StartupError(f"{layer.source}: [{section}] must be a table, found {section} = {table!r}")
         fields = _fields_of(sections[section])
         for field, value in table.items():
             if field not in fields:
-                raise StartupError(
-                    f"{layer.source}: no key {section}.{field}{_nearest(field, fields)}"
-                )
-            merged[section][field] = _convert(
-                f"{section}.{field}", value, fields[field], layer
-            )
+                raise StartupError(f"{layer.source}: no key {section}.{field}{_nearest(field, fields)}")
+            merged[section][field] = _convert(f"{section}.{field}", value, fields[field], layer)
 
 
 def _convert(key: str, value: object, expected_type: Any, layer: _Layer) -> object:
-    """The value in the type of its field. Raises StartupError with source, key, what was found and what was expected."""
+    """The value in its field's type. Raises StartupError with source, key, what was found and what was expected."""
     try:
         converted: object = msgspec.convert(
             value,
@@ -202,19 +173,13 @@ def _convert(key: str, value: object, expected_type: Any, layer: _Layer) -> obje
         converted = inf
     if isinstance(converted, float) and not isfinite(converted):
         found = f"{value!r} ({type(value).__name__})"
-        raise StartupError(
-            f"{layer.source}: {key} is {found}, expected {_describe(expected_type)}"
-        )
+        raise StartupError(f"{layer.source}: {key} is {found}, expected {_describe(expected_type)}")
     return converted
 
 
 def _describe(expected_type: Any) -> str:
     """A field's type in words: `a whole number >= 1 and <= 64`, `one of auto, cpu, cuda`."""
-    base, *metas = (
-        get_args(expected_type)
-        if hasattr(expected_type, "__metadata__")
-        else (expected_type,)
-    )
+    base, *metas = get_args(expected_type) if hasattr(expected_type, "__metadata__") else (expected_type,)
     if get_origin(base) is Literal:
         return "one of " + ", ".join(str(choice) for choice in get_args(base))
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -232,11 +197,7 @@ def _fields_of(struct: Any) -> dict[str, Any]:
 
 
 def _all_keys() -> list[tuple[str, str]]:
-    return [
-        (section, field)
-        for section, table in _fields_of(Settings).items()
-        for field in _fields_of(table)
-    ]
+    return [(section, field) for section, table in _fields_of(Settings).items() for field in _fields_of(table)]
 
 
 def _nearest(name: str, candidates: Iterable[str]) -> str:

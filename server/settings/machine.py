@@ -42,14 +42,8 @@ def detect_machine(root: Path = Path("/")) -> Machine:
     """Look at this machine; `root` is another one's file system in tests and images."""
     return Machine(
         num_cores=min(len(os.sched_getaffinity(0)), quota_cores(root) or 1 << 30),
-        num_gpus=sum(
-            1
-            for path in (root / "dev").glob("nvidia*")
-            if re.fullmatch(r"nvidia\d+", path.name)
-        ),
-        libcuda_path=find_libcuda(
-            root, os.environ.get("LD_LIBRARY_PATH", "").split(":")
-        ),
+        num_gpus=sum(1 for path in (root / "dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)),
+        libcuda_path=find_libcuda(root, os.environ.get("LD_LIBRARY_PATH", "").split(":")),
         has_torch=find_spec("torch") is not None,
     )
 
@@ -57,38 +51,22 @@ def detect_machine(root: Path = Path("/")) -> Machine:
 def find_libcuda(root: Path, search_path: Sequence[str] = ()) -> str | None:
     """Where the dynamic linker would find the driver. Not loaded: libcuda in the maps forbids every later fork."""
     cache = root / "etc/ld.so.cache"
-    cached = (
-        re.findall(rb"/[^\0]*/libcuda\.so\.1(?=\0)", cache.read_bytes())
-        if cache.is_file()
-        else []
-    )
+    cached = re.findall(rb"/[^\0]*/libcuda\.so\.1(?=\0)", cache.read_bytes()) if cache.is_file() else []
     candidates = [f"{folder}/{_LIBCUDA}" for folder in search_path if folder]
     candidates += [os.fsdecode(path) for path in cached]
     candidates += [f"{folder}/{_LIBCUDA}" for folder in _LIBRARY_FOLDERS]
-    return next(
-        (path for path in candidates if (root / path.lstrip("/")).exists()), None
-    )
+    return next((path for path in candidates if (root / path.lstrip("/")).exists()), None)
 
 
 def quota_cores(root: Path) -> int | None:
     """Cores that the control groups (v2) of this process allow, rounded up; None without a limit."""
     try:
-        own_group = (
-            (root / "proc/self/cgroup")
-            .read_text()
-            .rpartition("::")[2]
-            .strip()
-            .strip("/")
-        )
+        own_group = (root / "proc/self/cgroup").read_text().rpartition("::")[2].strip().strip("/")
     except OSError:
         return None
     base = root / "sys/fs/cgroup"
     folders = [base / own_group, *(base / own_group).parents] if own_group else [base]
-    quotas = [
-        _cpu_quota(folder / "cpu.max")
-        for folder in folders
-        if folder.is_relative_to(base)
-    ]
+    quotas = [_cpu_quota(folder / "cpu.max") for folder in folders if folder.is_relative_to(base)]
     return min((quota for quota in quotas if quota is not None), default=None)
 
 

@@ -77,23 +77,17 @@ def resolve(
     )
 
 
-def runtime_dir(
-    server: ServerSettings, environ: Mapping[str, str] | None = None
-) -> Path:
+def runtime_dir(server: ServerSettings, environ: Mapping[str, str] | None = None) -> Path:
     """The folder of sockets, locks and pid files, one per port (per process with port 0). It is not created here."""
     environ = os.environ if environ is None else environ
     if server.runtime_dir:
         return Path(server.runtime_dir).absolute()
     if systemd_folders := environ.get("RUNTIME_DIRECTORY"):
         return Path(systemd_folders.split(":")[0])
-    instance = (
-        f"model-server-{server.port}"
-        if server.port
-        else f"model-server-pid{os.getpid()}"
-    )
+    instance = f"model-server-{server.port}" if server.port else f"model-server-pid{os.getpid()}"
     if user_folder := environ.get("XDG_RUNTIME_DIR"):
         return Path(user_folder) / instance
-    return Path("/tmp") / f"{instance}-uid{os.getuid()}"
+    return Path("/tmp") / f"{instance}-uid{os.getuid()}"  # noqa: S108 (launch refuses a folder that is not this user's)
 
 
 def stop_timeouts(server: ServerSettings) -> StopTimeouts:
@@ -126,33 +120,21 @@ def name_from_path(path: str) -> str:
 def _resolve_backend(settings: Settings, machine: Machine) -> Backend:
     wish = settings.engine.backend
     if wish == "cuda":
-        raise StartupError(
-            'engine.backend is "cuda", which is not built yet; use "torch" (it serves on a GPU too)'
-        )
+        raise StartupError('engine.backend is "cuda", which is not built yet; use "torch" (it serves on a GPU too)')
     if not machine.has_torch:
         raise StartupError(
             "engine.backend torch needs PyTorch, which is not installed: pip install 'model-server[torch]'"
         )
     if wish == "auto":
-        _log_choice(
-            "engine.backend", "torch", "no kernels are shipped for the cuda backend"
-        )
+        _log_choice("engine.backend", "torch", "no kernels are shipped for the cuda backend")
     return "torch"
 
 
 def _resolve_device(settings: Settings, machine: Machine) -> Device:
     wish = settings.engine.device
-    missing = (
-        "no /dev/nvidia0"
-        if machine.num_gpus == 0
-        else "no libcuda.so.1"
-        if not machine.has_cuda
-        else None
-    )
+    missing = "no /dev/nvidia0" if machine.num_gpus == 0 else "no libcuda.so.1" if not machine.has_cuda else None
     if wish == "cuda" and missing:
-        raise StartupError(
-            f'engine.device is "cuda", but this machine has {missing}; use "cpu" or "auto"'
-        )
+        raise StartupError(f'engine.device is "cuda", but this machine has {missing}; use "cpu" or "auto"')
     if wish != "auto":
         return wish
     if missing:
@@ -168,12 +150,8 @@ def _resolve_threads(settings: Settings, machine: Machine, device: Device) -> in
     if settings.engine.num_threads:
         return settings.engine.num_threads
     if device == "cuda":
-        return _log_choice(
-            "engine.num_threads", 1, "the GPU computes, the model worker only launches"
-        )
-    return _log_choice(
-        "engine.num_threads", machine.num_cores, "the cores that this process may use"
-    )
+        return _log_choice("engine.num_threads", 1, "the GPU computes, the model worker only launches")
+    return _log_choice("engine.num_threads", machine.num_cores, "the cores that this process may use")
 
 
 def _resolve_max_model_len(settings: Settings, facts: ModelFacts) -> int:
