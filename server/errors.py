@@ -15,7 +15,7 @@ class ServerError(Exception):
 
 
 class InvalidRequest(ServerError):
-    """What the client sent is wrong. `param` names the field in the client's words; `code` is OpenAI's, if it has one."""
+    """What the client sent is wrong. `param` names the field in the client's words; `code` is OpenAI's or None."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
