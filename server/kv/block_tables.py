@@ -118,7 +118,6 @@ class BlockTables:
         """Return the blocks. What was offered keeps its content until its blocks are reused."""
         self._pool.release(table.block_ids)
         table.block_ids = ()
-        table.num_offered = 0
 
     def check_integrity(self, open_tables: Sequence[BlockTable]) -> None:
         """Assert that pool, index and tables (all open ones must be given) agree. For tests and idle moments."""

@@ -169,12 +169,13 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _plan_prefills(self, draft: PlanDraft, prefilling: list[Request]) -> None:
+        # None of these was preempted for a decode meanwhile: victims rank behind the request that needs their blocks,
+        # and so behind all that were passed before it.
         for request in prefilling:
             self._admit(draft, before=request)
             if not draft.num_left:
                 return
-            if request.status is Status.RUNNING:  # not preempted for a decode meanwhile
-                draft.add_prefill(request)
+            draft.add_prefill(request)
         self._admit(draft, before=None)
 
     def _admit(self, draft: PlanDraft, before: Request | None) -> None:
@@ -262,11 +263,10 @@ class Scheduler:
         request.status = Status.FINISHED
 
     def _release(self, request: Request) -> None:
-        """Return slot and blocks of a running request; what it has computed stays for others to find."""
+        """Return slot and blocks of a running request; what it has offered stays for others to find."""
         assert request.slot is not None
         heapq.heappush(self._free_slots, request.slot)
         request.slot = None
-        self._tables.offer(request.table, request.token_ids, request.num_offerable)
         self._tables.close(request.table)
 
     def check_integrity(self) -> None:
@@ -280,5 +280,11 @@ class Scheduler:
         assert statuses.count(Status.RUNNING) == len(running)
         assert statuses.count(Status.WAITING) == len(self._waiting)
         assert Status.FINISHED not in statuses, "a finished request was not forgotten"
+        for request in self._requests.values():
+            if request.status is not Status.RUNNING:
+                assert request.slot is None, "a request that does not run has a slot"
+                assert not request.table.block_ids, "a request that does not run has blocks"
+            if request.status is Status.WAITING:
+                assert request.num_computed == 0, "a waiting request counts positions as computed"
         self._waiting.check_integrity()
         self._tables.check_integrity([request.table for request in running])

@@ -122,6 +122,18 @@ def test_distrusted_prefix_is_not_found_whoever_holds_its_blocks() -> None:
     tables.check_integrity([])
 
 
+def test_blocks_found_before_their_prefix_was_distrusted_are_not_offered_again() -> None:
+    tables = BlockTables(20, 4, prefix_cache=True)
+    token_ids = list(range(13))
+    first = opened(tables, token_ids[:9], 0)
+    tables.offer(first, token_ids, 9)
+    second = opened(tables, token_ids, 8)
+    tables.distrust(first)
+    tables.offer(second, token_ids, 13)
+    third = opened(tables, token_ids, 0)
+    tables.check_integrity([first, second, third])
+
+
 def test_without_prefix_cache_nothing_is_found() -> None:
     tables = BlockTables(10, 4, prefix_cache=False)
     token_ids = list(range(9))
