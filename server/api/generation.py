@@ -53,6 +53,7 @@ class Times:
     admitted: float = 0.0
     first_token: float = 0.0
     last_token: float = 0.0
+    queue_s: float = 0.0  # in the engine's queue
 
 
 class Generation:
@@ -96,7 +97,7 @@ class Generation:
             self._is_open = False
             raise _failure_of(output)
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
-        self._note_time()
+        self._note_time(output.queue_ms / 1e3)
         text, finish = self._text_of(output)
         if finish is not None:
             self._end(finish)
@@ -115,12 +116,14 @@ class Generation:
             return text, "stop"
         return text, _FINISH[output.finish_reason] if output.finish_reason else None
 
-    def _note_time(self) -> None:
+    def _note_time(self, queue_s: float) -> None:
         now, times = time.monotonic(), self.times
         if self.num_generated:
             self._metrics.inter_token_latency.observe(now - times.last_token)
         else:
             times.first_token = now
+            times.queue_s = queue_s
+            self._metrics.queue_time.observe(queue_s)
             self._metrics.time_to_first_token.observe(now - times.arrived)
         self.num_generated += 1
         times.last_token = now

@@ -266,10 +266,11 @@ def _request_headers(serving: Serving, generation: Generation) -> dict[str, str]
 
 def _time_headers(generation: Generation) -> dict[str, str]:
     times = generation.times
-    inference_s = times.last_token - times.admitted
+    inference_s = times.last_token - times.admitted - times.queue_s
     return {
         "x-compute-time": _milliseconds(times.last_token - times.arrived),
         "x-total-time": _milliseconds(times.last_token - times.arrived),
+        "x-queue-time": _milliseconds(times.queue_s),
         "x-inference-time": _milliseconds(inference_s),
         "x-time-per-token": _milliseconds(inference_s / generation.num_generated),
         "x-generated-tokens": str(generation.num_generated),

@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
 
+import msgspec
+
 from server.engine.messages import Abort, Outputs, Submit, TokenOutput
 from server.engine.peers import Peer, Peers
 from server.launch.board import MAX_EXECUTING, Board, StopMode
@@ -44,6 +46,8 @@ class EngineLoop:
         self._board = board
         self._drain_limit_s = drain_limit_s
         self._owners: dict[int, Peer] = {}
+        self._arrivals: dict[int, float] = {}  # request id -> when it came, until its first step
+        self._queue_ms: dict[int, float] = {}  # request id -> its wait, until its first output
         self._in_flight: deque[PendingStep] = deque()
 
     def run(self) -> None:
@@ -84,6 +88,7 @@ class EngineLoop:
             self._peers.send(peer, Outputs(self._board.step, [refusal]))
             return
         self._owners[submit.request_id] = peer
+        self._arrivals[submit.request_id] = time.monotonic()
         peer.request_ids.add(submit.request_id)
 
     def _abort(self, peer: Peer, abort: Abort) -> None:
@@ -99,15 +104,24 @@ class EngineLoop:
 
     def _forget(self, request_id: int) -> None:
         self._owners.pop(request_id).request_ids.discard(request_id)
+        self._arrivals.pop(request_id, None)
+        self._queue_ms.pop(request_id, None)
 
     def _submit(self, plan: StepPlan) -> None:
         board = self._board
         request_ids = [chunk.request_id for chunk in plan.chunks[:MAX_EXECUTING]]
         board.executing[: len(request_ids)] = request_ids
         board.num_executing = len(request_ids)
+        self._note_starts(plan)
         self._in_flight.append(self._runner.submit(plan))
         board.step = plan.step
         board.engine_beat = time.monotonic()
+
+    def _note_starts(self, plan: StepPlan) -> None:
+        """A request gets its slot in its first step, and again after a preemption, which is no wait of the queue's."""
+        for reset in plan.resets:
+            if (arrival := self._arrivals.pop(reset.request_id, None)) is not None:
+                self._queue_ms[reset.request_id] = (time.monotonic() - arrival) * 1e3
 
     def _deliver(self, result: StepResult) -> None:
         self._board.engine_beat = time.monotonic()
@@ -120,6 +134,8 @@ class EngineLoop:
             peer = self._owners.get(output.request_id)
             if peer is None:
                 continue
+            if (queue_ms := self._queue_ms.pop(output.request_id, None)) is not None:
+                output = msgspec.structs.replace(output, queue_ms=queue_ms)
             groups.setdefault(peer, []).append(output)
             if output.finish_reason is not None:
                 self._forget(output.request_id)

@@ -68,6 +68,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     """One generated token, or a final event without one (token_id -1: the request failed or was refused).
 
     finish_reason is set on the last output of a request and only there. `logprob` is NaN unless asked for.
+    num_cached_tokens and queue_ms (from arrival to its first step) stand on the first output.
     """
 
     request_id: int
@@ -76,6 +77,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: FinishReason | None = None
     error: str = ""
     num_cached_tokens: int = 0
+    queue_ms: float = 0.0
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):

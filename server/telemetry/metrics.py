@@ -54,6 +54,7 @@ class RequestMetrics:
         self.time_to_first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token", _SECONDS)
         self.inter_token_latency = self._histogram("inter_token_latency_seconds", "Between two tokens", _TOKEN_SECONDS)
         self.request_latency = self._histogram("e2e_request_latency_seconds", "Arrival to last token", _SECONDS)
+        self.queue_time = self._histogram("request_queue_time_seconds", "In the engine's queue", _SECONDS)
         self.requests_aborted = self._counter("requests_aborted", "Requests whose client left").labels(model_name)
         self._finished = self._counter("request_success", "Requests that ended with an answer", "finished_reason")
         self._errors = self._counter("http_errors", "Error responses and error events", "status")

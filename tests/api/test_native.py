@@ -145,7 +145,7 @@ def test_headers_give_times_and_counts(service):
     assert headers["x-prompt-tokens"] == "4"
     assert headers["x-generated-tokens"] == "3"
     assert headers["x-compute-type"] == "cpu+torch"
-    for name in ("compute", "total", "validation", "inference"):
+    for name in ("compute", "total", "validation", "queue", "inference"):
         assert float(headers[f"x-{name}-time"]) >= 0
     assert float(headers["x-time-per-token"]) <= float(headers["x-total-time"])
 

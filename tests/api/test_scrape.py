@@ -10,6 +10,7 @@ def test_each_answer_is_counted_once_whatever_its_route(service):
     stops, lengths = counts()
     errors = service.metric("http_errors_total", status="422")
     first_tokens = service.metric("time_to_first_token_seconds_count")
+    queued = service.metric("request_queue_time_seconds_count")
     service.post("/generate", {"inputs": "abc<|im_end|>"})
     service.post("/generate_stream", {"inputs": "abc", "parameters": {"stop": "c"}})
     service.post("/", {"inputs": "abc", "stream": True, "parameters": {"max_new_tokens": 2}})
@@ -18,6 +19,7 @@ def test_each_answer_is_counted_once_whatever_its_route(service):
     assert counts() == [stops + 2, lengths + 3]
     assert service.metric("http_errors_total", status="422") == errors + 1
     assert service.metric("time_to_first_token_seconds_count") == first_tokens + 5
+    assert service.metric("request_queue_time_seconds_count") == queued + 5
 
 
 def test_generated_tokens_are_the_engines(service):

@@ -1,6 +1,7 @@
 """Client and engine over a real socket: streams, aborts, deaths and stops, with the real scheduler in between."""
 
 import asyncio
+import dataclasses
 import random
 import socket
 import time
@@ -221,6 +222,19 @@ def test_too_many_waiting_tokens_are_turned_away_but_one_long_prompt_is_not(engi
             client.submit([2], sampling())
 
     with_client(scenario, ClientLimits(max_requests=4, max_waiting_tokens=10, watchdog_s=0))
+
+
+def test_the_first_output_says_how_long_the_request_waited(engines, with_client):
+    limits = dataclasses.replace(LIMITS, max_num_requests=1)
+    engines(limits=limits)
+
+    async def scenario(client):
+        first, second = client.submit([2, 3], sampling(max_tokens=40)), client.submit([2, 3], sampling(1))
+        outputs = [[output async for output in stream] for stream in (first, second)]
+        assert outputs[1][0].queue_ms > outputs[0][0].queue_ms > 0
+        assert all(output.queue_ms == 0 for output in outputs[0][1:] + outputs[1][1:])
+
+    with_client(scenario)
 
 
 def test_a_drain_lets_running_streams_finish(engines, board, with_client):
