@@ -10,7 +10,6 @@ from server.kv.block_pool import SCRATCH_BLOCK
 from server.settings.schema import KVSettings
 
 MIB = 1 << 20
-CPU_POOL_MIB = 256
 MIN_MODEL_LEN = 64  # a shorter context serves nobody: better no start than a server that refuses every prompt
 
 
@@ -25,11 +24,6 @@ class DeviceMemory:
     free_bytes: int
     weights_bytes: int
     activation_bytes: int = 0
-
-
-def pool_bytes_on_cpu(settings: KVSettings) -> int:
-    """Bytes for the KV pool in host memory."""
-    return (settings.pool_mib or CPU_POOL_MIB) * MIB
 
 
 def pool_bytes_on_device(settings: KVSettings, memory: DeviceMemory) -> int:

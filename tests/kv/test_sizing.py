@@ -5,7 +5,6 @@ from server.kv.sizing import (
     MIB,
     DeviceMemory,
     count_blocks,
-    pool_bytes_on_cpu,
     pool_bytes_on_device,
     resolve_max_model_len,
 )
@@ -33,8 +32,6 @@ def test_pool_is_bounded_by_what_others_leave_free() -> None:
 def test_pool_mib_is_taken_as_asked() -> None:
     memory = DeviceMemory(total_bytes=100 * GIB, free_bytes=99 * GIB, weights_bytes=15 * GIB)
     assert pool_bytes_on_device(kv_settings(pool_mib=100), memory) == 100 * MIB
-    assert pool_bytes_on_cpu(kv_settings(pool_mib=7)) == 7 * MIB
-    assert pool_bytes_on_cpu(kv_settings()) == 256 * MIB
 
 
 @pytest.mark.parametrize("pool_mib", [0, 9000])
