@@ -146,6 +146,16 @@ def test_equal_priorities_are_served_in_order_of_arrival() -> None:
     assert [plan.resets[0].request_id for plan in engine.plans if plan.resets] == [3, 1, 2]
 
 
+def test_a_long_prompt_is_finished_before_a_later_one_begins() -> None:
+    engine = make_engine(max_batched_tokens=8)
+    engine.add(make_submit(1, num_prompt_tokens=20, max_tokens=2))
+    engine.turn()
+    engine.add(make_submit(2, num_prompt_tokens=6, first_id=3))
+    engine.run()
+    prefills = [[(chunk.request_id, chunk.num_tokens) for chunk in plan.chunks] for plan in engine.plans[1:3]]
+    assert prefills == [[(1, 8)], [(1, 4), (2, 4)]]
+
+
 def test_a_lower_priority_value_goes_first() -> None:
     engine = make_engine(max_num_requests=1)
     for request_id, priority in ((1, 0), (2, 1), (3, -1)):
