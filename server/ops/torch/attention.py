@@ -46,20 +46,29 @@ def plan_tiles(shape: StepShape, inputs: StepInputs[Tensor], limits: BatchLimits
     return tiles
 
 
+def allocate_workspace(limits: BatchLimits, num_kv_heads: int, head_dim: int, like: Tensor) -> Tensor:
+    """Where K and V of a tile are gathered: [2, rows, kv_heads, head_dim]. A new one per call costs page faults."""
+    return like.new_empty(2, max(MAX_GATHERED_TOKENS, limits.max_model_len), num_kv_heads, head_dim)
+
+
 def paged_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, tiles: list[AttentionTile], scale: float, out: Tensor
+    queries: Tensor, kv: Tensor, tiles: list[AttentionTile], scale: float, workspace: Tensor, out: Tensor
 ) -> None:
-    """queries, out [tokens, kv_heads, group, head_dim]; keys, values [pool rows, kv_heads, head_dim] of one layer."""
+    """queries, out [tokens, kv_heads, group, head_dim]; kv [2, pool rows, kv_heads, head_dim] of one layer."""
     _, num_kv_heads, group_size, head_dim = queries.shape
     for tile in tiles:
         gathered = (tile.num_requests, -1, num_kv_heads, head_dim)
-        k = keys.index_select(0, tile.pool_rows).view(gathered).transpose(1, 2)
-        v = values.index_select(0, tile.pool_rows).view(gathered).transpose(1, 2)
+        k, v = (
+            torch.index_select(pool, 0, tile.pool_rows, out=space[: tile.pool_rows.shape[0]])
+            .view(gathered)
+            .transpose(1, 2)
+            for pool, space in zip(kv, workspace, strict=True)
+        )
         tokens = slice(tile.first_token, tile.first_token + tile.num_requests * tile.num_queries)
         # The query heads of a group share K and V, so they are further queries of one head: nothing is repeated.
         grouped = (tile.num_requests, tile.num_queries, num_kv_heads, group_size, head_dim)
         q = queries[tokens].view(grouped).transpose(1, 2).flatten(2, 3)
-        mask = None if tile.mask is None else tile.mask.repeat_interleave(group_size, dim=2)
+        mask = None if tile.mask is None else tile.mask.unsqueeze(3).expand(-1, -1, -1, group_size, -1).flatten(2, 3)
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
         attended = attended.view(tile.num_requests, num_kv_heads, tile.num_queries, group_size, head_dim)
         out[tokens].view(grouped).copy_(attended.transpose(1, 2))

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from server.models.facts import ModelFacts
 from server.ops.interface import Activations, BatchLimits, Linear, SampledTokens, StepInputs, StepShape
 from server.ops.sampling import SlotSampling
-from server.ops.torch.attention import AttentionTile, paged_attention, plan_tiles
+from server.ops.torch.attention import AttentionTile, allocate_workspace, paged_attention, plan_tiles
 from server.ops.torch.rotary import Rotation, rotate, rotation_at
 from server.ops.torch.sampler import SlotTable, choose
 from server.ops.torch.staging import Staging
@@ -73,6 +73,7 @@ class TorchOperations:
         self._largest = _allocate_activations(facts, limits, device)
         pool_shape = (facts.num_layers, 2, limits.num_blocks * limits.block_size, facts.num_kv_heads, facts.head_dim)
         self.kv_pool = torch.zeros(pool_shape, dtype=TORCH_DTYPES[facts.dtype], device=device)
+        self._workspace = allocate_workspace(limits, facts.num_kv_heads, facts.head_dim, like=self.kv_pool)
         self._slots = SlotTable(limits.max_num_requests, facts.vocab_size, device)
         self._staging = Staging(limits, device)
         self._shape: StepShape
@@ -154,8 +155,8 @@ class TorchOperations:
     def attend(self, layer: int, qkv: Tensor, out: Tensor) -> None:
         """Causal attention over the pool."""
         queries = self._groups(qkv)[:, :, : self._facts.group_size]
-        keys, values = self.kv_pool[layer]
-        paged_attention(queries, keys, values, self._tiles, self._scale, out.view(queries.shape))
+        kv = self.kv_pool[layer]
+        paged_attention(queries, kv, self._tiles, self._scale, self._workspace, out.view(queries.shape))
 
     def gate(self, gate_up: Tensor, out: Tensor) -> None:
         """silu(gate) * up in fp32."""
@@ -168,7 +169,9 @@ class TorchOperations:
         torch.index_select(x, 0, self.inputs.sample_rows[: out.shape[0]], out=out)
 
     def logits(self, x: Tensor, head: Tensor, out: Tensor) -> None:
-        """fp32 logits; on a GPU straight from the GEMM's fp32 sums."""
+        """fp32 logits; on a GPU straight from the GEMM's fp32 sums. No rows are a step of unfinished prompts."""
+        if not x.shape[0]:
+            return
         if x.dtype == torch.float32:
             torch.mm(x, head.t(), out=out)
         elif self._device.type == "cuda":

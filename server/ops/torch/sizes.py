@@ -19,13 +19,14 @@ def activation_bound_bytes(facts: ModelFacts, limits: BatchLimits) -> int:
 
 
 def _buffer_bytes(facts: ModelFacts, limits: BatchLimits) -> int:
-    """Activations, slot table and inputs."""
+    """Activations, gathered K and V, slot table and inputs."""
     item = DTYPE_BYTES[facts.dtype]
     widths = 2 * facts.hidden_size + facts.qkv_rows + facts.num_heads * facts.head_dim + 3 * facts.intermediate_size
     per_token = widths * item + facts.hidden_size * _FP32_BYTES
     per_sample = facts.hidden_size * item + facts.vocab_size * (_FP32_BYTES + 1)
     inputs = sum(input_sizes(limits).values()) * 4
-    return limits.max_batched_tokens * per_token + limits.max_num_requests * per_sample + inputs
+    gathered = max(MAX_GATHERED_TOKENS, limits.max_model_len) * 2 * facts.num_kv_heads * facts.head_dim * item
+    return limits.max_batched_tokens * per_token + limits.max_num_requests * per_sample + inputs + gathered
 
 
 def _plan_bytes(facts: ModelFacts, limits: BatchLimits) -> int:
@@ -44,13 +45,12 @@ def _layer_bytes(facts: ModelFacts, limits: BatchLimits) -> int:
 
 
 def _attention_bytes(facts: ModelFacts, limits: BatchLimits) -> int:
-    """Gathered K and V, a tile's queries and results, and its mask: repeated, as numbers, and padded."""
+    """A tile's queries and results, and its mask: repeated, as numbers, and padded."""
     item = DTYPE_BYTES[facts.dtype]
-    gathered = max(MAX_GATHERED_TOKENS, limits.max_model_len) * 2 * facts.num_kv_heads * facts.head_dim * item
     num_queries = max(MAX_QUERY_ROWS, limits.max_num_requests)
     queries = num_queries * facts.num_heads * facts.head_dim * (4 * item + _FP32_BYTES)
     mask = MAX_QUERY_ROWS * facts.group_size * limits.max_model_len * (1 + 2 * item)
-    return gathered + queries + mask
+    return queries + mask
 
 
 def _sampler_bytes(facts: ModelFacts, limits: BatchLimits) -> int:

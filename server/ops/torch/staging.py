@@ -30,8 +30,8 @@ class Staging:
     def next_host(self) -> StepInputs[memoryview]:
         """Host arrays to fill for the step after the one uploaded last."""
         self._turn = 1 - self._turn
-        if self._is_copied:
-            self._copied[self._turn].synchronize()  # two steps ago: over long since
+        if self._is_copied and not self._copied[self._turn].query():  # its copy was two steps ago
+            self._copied[self._turn].synchronize()
         return self._views[self._turn]
 
     def upload(self, num_chunks: int) -> None:
