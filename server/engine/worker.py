@@ -45,7 +45,10 @@ class ModelWorker(DirtyApp):
         board.engine_beat = time.monotonic()
         board.model_state = ModelState.STARTING
         board.boot_attempts += 1  # attempts, not exceptions: a segmentation fault counts too
-        if board.stop:
+        max_attempts = self._service.settings.engine.max_boot_attempts
+        if board.boot_attempts > max_attempts:
+            _halt(board, ExitCode.ENGINE_FAILED, f"the model worker died {max_attempts} times while starting")
+        if board.stop or board.halt_code:
             os._exit(ExitCode.STOPPED)
         threading.Thread(target=run_engine, args=(self._service,), name="engine", daemon=True).start()
 
@@ -64,10 +67,7 @@ def run_engine(service: Service) -> None:
     board = service.board
     max_attempts = service.settings.engine.max_boot_attempts
     try:
-        if board.boot_attempts > max_attempts:
-            _halt(board, ExitCode.ENGINE_FAILED, f"the model worker died {max_attempts} times while starting")
-        else:
-            _build_and_run(service)
+        _build_and_run(service)
         os._exit(ExitCode.STOPPED)
     except StartupError as error:
         _halt(board, ExitCode.PERMANENT, str(error))

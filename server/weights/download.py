@@ -1,4 +1,4 @@
-"""Fetches one model from the hub into its cache: python -m server.weights.download HUB_ID REVISION CACHE.
+"""Fetches one model from the hub into its cache: python -m server.weights.download HUB_ID REVISION CACHE PARENT.
 
 A program of its own, because huggingface_hub starts threads and takes a second to import. Prints the snapshot's folder,
 or the reason of a failure and ends with 1.
@@ -8,6 +8,8 @@ import logging
 import sys
 
 from huggingface_hub import snapshot_download
+
+from server.launch.parent_death import die_with_parent
 
 # The weights and what the tokenizer needs; never .bin, never code.
 PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
@@ -29,4 +31,5 @@ def main(hub_id: str, revision: str, cache: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    die_with_parent(int(sys.argv[4]))  # a killed master leaves nobody behind
+    sys.exit(main(*sys.argv[1:4]))

@@ -5,6 +5,7 @@ download runs in a process of its own, because the library starts threads and th
 """
 
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -103,7 +104,7 @@ def _is_complete(snapshot: Path) -> bool:
 
 def _download(hub_id: str, revision: str, cache: Path) -> Path:
     logger.warning("%s: no folder of this name and no complete copy in %s; asking the hub", hub_id, cache)
-    command = [sys.executable, "-m", "server.weights.download", hub_id, revision, str(cache)]
+    command = [sys.executable, "-m", "server.weights.download", hub_id, revision, str(cache), str(os.getpid())]
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)  # noqa: S603 - no shell, checked id
     if result.returncode:
         raise StartupError(f"{hub_id}: there is no such folder, and the hub did not give it: {result.stdout.strip()}")

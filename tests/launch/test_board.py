@@ -4,7 +4,6 @@ import sys
 
 from server.launch.board import STAGES_PER_ROLE, Board, ExitCode, Role, StopMode
 
-
 FORK_ROLES = """
 import os
 from server.launch.board import STAGES_PER_ROLE, Board, Role

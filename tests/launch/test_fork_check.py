@@ -4,7 +4,6 @@ import threading
 
 from server.launch.fork_check import fork_violations
 
-
 COUNT_FORKS = """
 import os, threading
 from server.launch.board import Board

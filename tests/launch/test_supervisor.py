@@ -1,7 +1,14 @@
-import pytest
+from types import SimpleNamespace
+from typing import cast
 
-from server.launch.board import Board, ExitCode, LoaderState, ModelState
-from server.launch.supervisor import StartDeadline, loading_status
+import pytest
+from gunicorn.errors import HaltServer
+
+from server.launch.board import Board, ExitCode, LoaderState, ModelState, StopMode
+from server.launch.loader import LoaderProcess
+from server.launch.sd_notify import Notifier
+from server.launch.service import Service
+from server.launch.supervisor import StartDeadline, Supervisor, loading_status
 
 
 @pytest.fixture
@@ -55,3 +62,39 @@ def test_the_status_line_follows_the_start() -> None:
     assert loading_status(board) == "loading the weights: 25 %"
     board.loader_state = LoaderState.LOADED
     assert loading_status(board) == "weights loaded, starting the engine"
+
+
+class FailedWorkers:
+    """As Gunicorn's Arbiter: each look at dead workers finds one more that ended with `exit_code`."""
+
+    def __init__(self, exit_code: int) -> None:
+        self._exit_code = exit_code
+        self.num_reaped = 0
+
+    def reap_workers(self) -> None:
+        self.num_reaped += 1
+        raise HaltServer("Worker failed to boot.", self._exit_code)
+
+    def murder_workers(self) -> None: ...
+
+    def handle_chld(self) -> None: ...
+
+    def handle_term(self) -> None: ...
+
+    def handle_quit(self) -> None: ...
+
+
+@pytest.mark.parametrize("exit_code", [3, 4])
+def test_of_several_failed_web_workers_only_the_first_ends_the_service(exit_code: int) -> None:
+    board = Board.create()
+    arbiter = FailedWorkers(exit_code)
+    settings = SimpleNamespace(engine=SimpleNamespace(load_deadline_s=10))
+    service = cast(Service, SimpleNamespace(board=board, settings=settings))
+    Supervisor(arbiter, service, cast(LoaderProcess, None), Notifier()).install(arbiter)
+    with pytest.raises(HaltServer) as halt:
+        arbiter.reap_workers()
+    assert halt.value.exit_status == exit_code
+    assert "failed to boot" in halt.value.reason
+    arbiter.reap_workers()  # during the stop: Gunicorn has no handler for a second one
+    assert arbiter.num_reaped == 2
+    assert board.stop == StopMode.QUICK

@@ -20,6 +20,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that never ends a text by itself and is loaded in milliseconds."""
     folder = tmp_path_factory.mktemp("tiny") / "m"
     write_tiny_model(folder, max_position=_MAX_POSITION, with_tokenizer=True)
+    (folder / "generation_config.json").unlink()  # it and the tokenizer's config name the tokens that end a text
     tokenizer_config = folder / "tokenizer_config.json"
     tokenizer_config.write_text(json.dumps(json.loads(tokenizer_config.read_text()) | {"eos_token": None}))
     return folder

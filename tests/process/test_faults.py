@@ -9,12 +9,13 @@ from server.launch.board import Board, ModelState
 from tests.process.conftest import StartService
 from tests.process.harness import ProcessService, TokenStream, children
 
-NUM_TOKENS = 1200
+NUM_TOKENS = 500
 
 
-def undisturbed(service: ProcessService, prompt: str) -> list[int]:
-    """What a greedy stream of `prompt` must say."""
-    return TokenStream(service, NUM_TOKENS, prompt).start().finish().token_ids
+def undisturbed(service: ProcessService, prompts: list[str]) -> list[list[int]]:
+    """What streams of `prompts` must say."""
+    streams = [TokenStream(service, NUM_TOKENS, prompt).start() for prompt in prompts]
+    return [stream.finish().token_ids for stream in streams]
 
 
 def wait_engine(service: ProcessService, number: int) -> Board:
@@ -28,7 +29,7 @@ def wait_engine(service: ProcessService, number: int) -> Board:
 def test_streams_go_on_where_they_were_when_the_model_worker_dies(start: StartService, signal_number: int) -> None:
     service = start().wait_ready()
     prompts = ["the sea", "a ship", "it was"]
-    expected = [undisturbed(service, prompt) for prompt in prompts]
+    expected = undisturbed(service, prompts)
     streams = [TokenStream(service, NUM_TOKENS, prompt).start() for prompt in prompts]
     for engine_number in (2, 3):
         num_seen = len(streams[0].token_ids)
@@ -45,7 +46,7 @@ def test_streams_go_on_where_they_were_when_the_model_worker_dies(start: StartSe
 
 def test_streams_survive_the_death_of_the_dirty_arbiter(start: StartService) -> None:
     service = start().wait_ready()
-    expected = undisturbed(service, "the sea")
+    (expected,) = undisturbed(service, ["the sea"])
     stream = TokenStream(service, NUM_TOKENS, "the sea").start().wait_for_tokens(50)
     old = service.board()
     os.kill(old.arbiter_pid, signal.SIGKILL)
@@ -62,6 +63,16 @@ def test_an_arbiter_killed_while_it_imports_is_replaced(start: StartService) -> 
     os.kill(board.arbiter_pid, signal.SIGKILL)
     service.wait_ready()
     assert service.board().num_arbiter_starts == 2
+
+
+def test_an_arbiter_that_keeps_dying_ends_the_service(start: StartService) -> None:
+    service = start(engine__max_boot_attempts=1)
+    board = service.wait_for(lambda board: board.arbiter_pid > 0, "a dirty arbiter")
+    os.kill(board.arbiter_pid, signal.SIGKILL)
+    ended = service.end()
+    assert ended.exit_code == 3
+    assert (ended.survivors, ended.files) == ((), ())
+    assert "the dirty arbiter died 1 times" in service.log
 
 
 def test_a_killed_web_worker_is_replaced_and_takes_only_its_own_streams(start: StartService) -> None:
@@ -81,7 +92,7 @@ def test_a_killed_web_worker_is_replaced_and_takes_only_its_own_streams(start: S
 
 
 def test_a_web_worker_stopped_alone_drains_and_is_replaced(start: StartService) -> None:
-    service = start().wait_ready()
+    service = start(server__drain_limit_s=30).wait_ready()
     stream = TokenStream(service, NUM_TOKENS).start().wait_for_tokens(1)
     (old,) = service.web_workers()
     os.kill(old, signal.SIGTERM)

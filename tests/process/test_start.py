@@ -67,7 +67,7 @@ def test_the_timeline_names_the_stages_of_every_role(start: StartService) -> Non
 
 def test_two_instances_do_not_notice_each_other(start: StartService) -> None:
     first = start().wait_ready()
-    stream = TokenStream(first, 1500).start().wait_for_tokens(1)
+    stream = TokenStream(first, 800).start().wait_for_tokens(1)
     before = sorted(first.processes())
     second = start().wait_ready()
     same_folder = start(runtime_dir=first.runtime_dir)

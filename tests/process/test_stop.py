@@ -3,9 +3,11 @@
 import os
 import random
 import signal
+import socket
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -38,8 +40,8 @@ def test_an_idle_service_ends_quickly_and_leaves_nothing(start: StartService, si
 
 
 def test_sigterm_lets_streams_finish_and_refuses_new_requests(start: StartService) -> None:
-    service = start(server__lame_duck_s=1.0).wait_ready()
-    streams = [TokenStream(service, 700).start() for _ in range(8)]
+    service = start(server__lame_duck_s=1.0, server__drain_limit_s=30).wait_ready()
+    streams = [TokenStream(service, 300).start() for _ in range(8)]
     for stream in streams:
         stream.wait_for_tokens(1)
     os.kill(service.pid, signal.SIGTERM)
@@ -50,8 +52,8 @@ def test_sigterm_lets_streams_finish_and_refuses_new_requests(start: StartServic
     assert ended.exit_code == 0
     for stream in streams:
         assert stream.finish().is_complete, stream
-        assert len(stream.token_ids) == 700
-    assert_clean(ended, service, limit_s=8)
+        assert len(stream.token_ids) == 300
+    assert_clean(ended, service, limit_s=30 + QUICK_S)
 
 
 def test_the_drain_limit_ends_a_stream_that_takes_too_long(start: StartService) -> None:
@@ -105,7 +107,7 @@ def test_a_killed_master_takes_everything_with_it(start: StartService) -> None:
 
 def test_hup_and_usr2_touch_no_process(start: StartService) -> None:
     service = start().wait_ready()
-    stream = TokenStream(service, 1000).start().wait_for_tokens(1)
+    stream = TokenStream(service, 300).start().wait_for_tokens(1)
     before = sorted(service.processes())
     os.kill(service.pid, signal.SIGHUP)
     os.kill(service.pid, signal.SIGUSR2)
@@ -149,6 +151,25 @@ def test_sigkill_of_the_master_at_any_moment_of_the_start_leaves_no_process(
     ended = service.end(signal.SIGKILL)
     assert ended.survivors == ()
     assert ended.all_gone_s < QUICK_S
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_stop_during_a_download_ends_the_download(start: StartService, tmp_path: Path, signal_number: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as hub:  # accepts, and never answers
+        hub.settimeout(60)
+        environ = {
+            "HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}",
+            "HF_HOME": str(tmp_path),
+            "HF_HUB_OFFLINE": "0",
+        }
+        service = start(model__path="org/tiny", environ=environ)
+        connection, _ = hub.accept()
+        assert len(service.processes()) == 2
+        ended = service.end(signal_number)
+        connection.close()
+    assert ended.survivors == ()
+    assert ended.all_gone_s < QUICK_S
+    assert ended.exit_code == (0 if signal_number == signal.SIGTERM else -signal.SIGKILL)
 
 
 MOMENTS: dict[str, Callable[[Board], bool]] = {
