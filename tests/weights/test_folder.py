@@ -117,7 +117,7 @@ def test_an_unfinished_download_is_continued_by_the_hub_library(
     asked: list[list[str]] = []
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        asked.append(command[-3:])
+        asked.append(command[-4:-1])
         return subprocess.CompletedProcess(command, 0, stdout=f"{repository / 'snapshots' / COMMIT}\n")
 
     monkeypatch.setattr(subprocess, "run", run)
