@@ -151,10 +151,10 @@ def _build_app(service: Service) -> Any:
 
 
 def _within(deadline_s: float, build: Callable[[], Any]) -> Any:
-    """Run `build` in this thread (threads and forks do not mix). Raises StartupError after the deadline."""
+    """Run `build` in this thread (threads and forks do not mix). Raises TimeoutError after the deadline."""
 
     def expire(_signal_number: int, _frame: FrameType | None) -> None:
-        raise StartupError(f"not done within {deadline_s:.0f} s")
+        raise TimeoutError(f"not done within {deadline_s:.0f} s")
 
     previous = signal.signal(signal.SIGALRM, expire)
     signal.setitimer(signal.ITIMER_REAL, deadline_s)

@@ -54,7 +54,7 @@ class WebWorker(UvicornWorker):
         self.config.timeout_graceful_shutdown = timeouts.web_s
         # Only the first web worker writes on the timeline: its rows have no lock.
         stage = board.begin_stage(Role.WEB, "startup") if self.age == 1 else None
-        server = _Server(self.config, board, self.wsgi, timeouts.lame_duck_s, stage)
+        server = _Server(self.config, board, timeouts.lame_duck_s, stage)
         # Plain sockets: uvloop detaches those at its end, Gunicorn's wrappers would be closed twice.
         await server.serve(sockets=[listener.sock for listener in self.sockets])
         if not server.started:
@@ -62,10 +62,9 @@ class WebWorker(UvicornWorker):
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, board: Board, app: Any, lame_duck_s: float, stage: Stage | None) -> None:
+    def __init__(self, config: uvicorn.Config, board: Board, lame_duck_s: float, stage: Stage | None) -> None:
         super().__init__(config)
         self._board = board
-        self._app = app
         self._lame_duck_s = lame_duck_s
         self._stage = stage
         self._is_draining = False
@@ -92,5 +91,4 @@ class _Server(uvicorn.Server):
             self.should_exit = True
             return
         self._is_draining = True
-        self._app.state.is_draining = True
         asyncio.get_running_loop().call_later(self._lame_duck_s, setattr, self, "should_exit", True)
