@@ -113,7 +113,7 @@ class Board(ctypes.Structure):
         ("step", ctypes.c_int64),
         ("num_running", ctypes.c_int64),
         ("num_waiting", ctypes.c_int64),
-        ("num_kv_blocks", ctypes.c_int64),
+        ("num_kv_blocks", ctypes.c_int64),  # that can be leased: without the scratch block
         ("num_free_kv_blocks", ctypes.c_int64),
         ("block_size", ctypes.c_int64),
         ("max_model_len", ctypes.c_int64),

@@ -172,6 +172,5 @@ def _renamed(metric: Metric) -> Metric:
 
 
 def kv_usage(board: Board) -> float:
-    """Share of the leasable KV blocks in use, 0 to 1 (block 0 is scratch and not counted as leasable)."""
-    num_leasable = board.num_kv_blocks - 1
-    return 1 - board.num_free_kv_blocks / num_leasable if num_leasable > 0 else 0.0
+    """Share of the leasable KV blocks in use, 0 to 1."""
+    return 1 - board.num_free_kv_blocks / board.num_kv_blocks if board.num_kv_blocks else 0.0

@@ -169,7 +169,7 @@ class ApiService:
         self._scheduler = Scheduler(self._tables, limits, self.eos_ids)
         loop = EngineLoop(Peers(self._listener, pid=1), self._scheduler, self.runner, board, drain_limit_s=0)
         board.max_model_len = self.resolved.max_model_len
-        board.num_kv_blocks, board.block_size = NUM_BLOCKS, BLOCK_SIZE
+        board.num_kv_blocks, board.block_size = NUM_BLOCKS - 1, BLOCK_SIZE
         board.num_free_kv_blocks = self._tables.num_free
         board.ready_at = board.engine_beat = time.monotonic()
         board.model_state = ModelState.READY

@@ -85,7 +85,7 @@ def test_two_instances_in_one_process_do_not_share(tmp_path, board):
 def test_engine_state_comes_from_the_board(tmp_path, board):
     metrics = RequestMetrics(tmp_path, "m")
     board.num_running, board.num_waiting, board.num_preemptions = 3, 2, 7
-    board.num_kv_blocks, board.num_free_kv_blocks, board.block_size = 101, 25, 16
+    board.num_kv_blocks, board.num_free_kv_blocks, board.block_size = 100, 25, 16
     board.prefix_query_tokens, board.prefix_hit_tokens = 50, 20
     board.num_prompt_tokens, board.num_generated_tokens, board.step = 1000, 5000, 9
     board.model_state, board.num_engine_starts = ModelState.READY, 2
@@ -105,7 +105,7 @@ def test_engine_state_comes_from_the_board(tmp_path, board):
     assert value_of(metrics, board, "model_server_ready") == 1
     assert value_of(metrics, board, "model_server_engine_starts_total") == 2
     assert value_of(metrics, board, "model_server_engine_steps_total") == 9
-    assert value_of(metrics, board, "vllm:cache_config_info", block_size="16", num_gpu_blocks="101") == 1
+    assert value_of(metrics, board, "vllm:cache_config_info", block_size="16", num_gpu_blocks="100") == 1
 
 
 def test_finished_stages_of_the_start_are_reported(tmp_path, board):
