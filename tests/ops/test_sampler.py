@@ -16,6 +16,7 @@ from tests.ops.sampling_reference import choose_row, log_softmax
 VOCAB_SIZE = 300
 EVERYTHING = SamplingUse(penalty=True, min_tokens=True, top_k_or_top_p=True, min_p=True, logprobs=True)
 NAN, INF = float("nan"), float("inf")
+SEEN_THIRD = tuple(range(0, VOCAB_SIZE, 3))
 
 
 def sampling(**changes: object) -> SlotSampling:
@@ -118,7 +119,7 @@ def test_extreme_parameters_give_an_id_that_exists_and_leave_neighbours_alone(
     logits = torch.randn(2, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
     expected = int(logits[1].argmax())
     logits[0] *= scale
-    wild = sampling(temperature=temperature, repetition_penalty=penalty, seen_ids=(1, 2, 3), top_p=1e-9, min_p=1.0)
+    wild = sampling(temperature=temperature, repetition_penalty=penalty, seen_ids=SEEN_THIRD, top_p=1e-9, min_p=1.0)
     result = run(logits, [wild, sampling()], [5, 5])
     assert 0 <= int(result.token_ids[0]) < VOCAB_SIZE
     assert result.is_finite.tolist() == [True, True]
@@ -126,11 +127,13 @@ def test_extreme_parameters_give_an_id_that_exists_and_leave_neighbours_alone(
     assert result.token_ids[1] == expected
     # top_p and min_p leave only the largest penalised logits, however wild the numbers are.
     scores = [
-        (logit / wild.repetition_penalty if logit > 0 else logit * wild.repetition_penalty) if i in (1, 2, 3) else logit
+        (logit / wild.repetition_penalty if logit > 0 else logit * wild.repetition_penalty)
+        if i in SEEN_THIRD
+        else logit
         for i, logit in enumerate(logits[0].tolist())
     ]
     bounded = [
-        min(max(score, -1e30), 1e30) if i in (1, 2, 3) and penalty != 1 else score for i, score in enumerate(scores)
+        min(max(score, -1e30), 1e30) if i in SEEN_THIRD and penalty != 1 else score for i, score in enumerate(scores)
     ]
     if temperature <= 1:
         assert bounded[int(result.token_ids[0])] == pytest.approx(max(bounded), rel=1e-5)

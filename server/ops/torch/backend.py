@@ -21,7 +21,8 @@ def create_backend(
 ) -> Operations[Tensor]:
     """Operations on the device where `weights` (named as in weights/layout) lie; KV pool and buffers are made here.
 
-    vocab_limit: ids from there on have no text and are never sampled. num_threads 0 leaves torch's CPU threads alone.
+    vocab_limit: ids from there on have no text and are never sampled. num_threads 0 leaves torch's CPU threads alone;
+    otherwise it holds for the calling thread, which must be the one that runs the steps.
     """
     if num_threads:
         torch.set_num_threads(num_threads)
