@@ -21,7 +21,7 @@ _SHARED_MEMORY = "/dev/shm"  # noqa: S108 (Gunicorn makes the names, and unlinks
 _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",  # numpy would start a thread per core at import, in a process that forks
     "OMP_NUM_THREADS": "1",  # the model worker sets its own number after its fork
-    # Threads that spin at a barrier while the one they wait for has no core: 14 instead of 118 steps/s on a busy machine.
+    # Threads that spin at a barrier while the one they wait for has no core made 14 steps/s of 118 on a busy machine.
     "OMP_WAIT_POLICY": "passive",
     "TOKENIZERS_PARALLELISM": "false",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking for devices must not create a context

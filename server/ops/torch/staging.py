@@ -1,7 +1,6 @@
 """The way of a step's integers to the device: pinned host arrays that are filled, and one copy per step.
 
-Two host buffers take turns, so that one can be filled while the copy from the other may still be under way. On a CPU
-the host buffer is the device buffer.
+Two host buffers take turns, so that one can be filled while the copy from the other may still be under way.
 """
 
 from dataclasses import fields
