@@ -47,7 +47,7 @@ class GradientWatch(TorchDispatchMode):
         self.num_operations = 0
         self.offenders: list[str] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, _types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = func(*args, **(kwargs or {}))
         self.num_operations += 1
         for tensor in result if isinstance(result, tuple | list) else [result]:
