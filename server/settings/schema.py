@@ -27,7 +27,7 @@ class ServerSettings(_Section, frozen=True):
     keep_alive_s: PositiveInt
     drain_limit_s: PositiveInt
     lame_duck_s: Seconds
-    worker_timeout_s: PositiveInt
+    worker_timeout_s: Annotated[int, Meta(ge=3)]  # uvicorn beats at whole seconds, at half of this at the earliest
     max_body_bytes: PositiveInt
     log_level: Literal["debug", "info", "warning", "error"]
 

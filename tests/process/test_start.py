@@ -174,9 +174,9 @@ def test_checking_the_configuration_claims_nothing(start: StartService) -> None:
 
 
 def test_a_slow_load_is_not_mistaken_for_a_hang(start: StartService, slow_model: Path) -> None:
-    service, loader = start_with_frozen_loader(start, slow_model, server__worker_timeout_s=1)
+    service, loader = start_with_frozen_loader(start, slow_model, server__worker_timeout_s=3, engine__watchdog_s=0)
     service.wait_for(lambda board: board.model_state == ModelState.STARTING, "a model worker that waits")
-    time.sleep(2.5)  # more than twice the limit after which a silent worker would be replaced
+    time.sleep(6.5)  # more than twice the limit after which a silent web or model worker is replaced
     assert service.get("/health") == 503
     os.kill(loader, signal.SIGCONT)
     service.wait_ready()
