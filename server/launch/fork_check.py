@@ -1,9 +1,10 @@
 """Before every fork: one thread, and CUDA untouched. Either would poison the child.
 
 A thread's locks are inherited without the thread; a CUDA context does not survive a fork.
-`torch.cuda.is_initialized()` proves nothing, so this looks at /proc.
+`torch.cuda.is_initialized()` proves nothing, so this looks at /proc and asks the driver.
 """
 
+import ctypes
 import logging
 import os
 import re
@@ -14,6 +15,7 @@ from server.launch.board import Board
 
 logger = logging.getLogger(__name__)
 
+_CUDA_ERROR_NOT_INITIALIZED = 3  # what every call but a few answers before cuInit, and in a child forked after it
 _CUDA_DEVICE = re.compile(r"/dev/(nvidia\d+|nvidia-uvm)")
 
 
@@ -30,9 +32,18 @@ def fork_violations() -> list[str]:
             continue
         if _CUDA_DEVICE.fullmatch(target):
             found.append(f"{target} is open")
-    if "libcuda.so" in Path("/proc/self/maps").read_text():
-        found.append("libcuda is loaded")
+    if _is_cuda_initialised():
+        found.append("CUDA is initialised")
     return found
+
+
+def _is_cuda_initialised() -> bool:
+    """Ask the driver, if an import has mapped it: a CUDA build of torch links it, and that alone does no harm."""
+    if "libcuda.so" not in Path("/proc/self/maps").read_text():
+        return False
+    driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
+    num_devices = ctypes.c_int()
+    return bool(driver.cuDeviceGetCount(ctypes.byref(num_devices)) != _CUDA_ERROR_NOT_INITIALIZED)
 
 
 def check_every_fork(board: Board) -> None:
