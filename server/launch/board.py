@@ -1,4 +1,4 @@
-"""The board: one shared anonymous mapping made before any fork. Everyone reads it without asking anyone.
+"""The board: one shared memory file, mapped before any fork. Everyone reads it without asking anyone.
 
 Each field has one writing role. Aligned 8-byte stores are atomic on the machines we run on, so there are no locks.
 Times are time.monotonic(), which all processes of a machine share. It survives its writers and is never trusted with

@@ -1,6 +1,6 @@
 """The loader process: makes the weight memory, hands it to the master at once, fills it, and ends.
 
-Forked first, from the master's main thread. On a GPU only the loader has a context, so it makes the memory everywhere.
+Forked first, from the master's main thread.
 Knows processes and the board; what the bytes mean is server.weights' matter.
 """
 

@@ -82,7 +82,7 @@ class Supervisor:
 
     def handle_hup(self) -> None:
         """Gunicorn would replace all workers."""
-        logger.warning("SIGHUP: settings that can change while running arrive later; nothing was touched")
+        logger.warning("SIGHUP: no setting can change while running; nothing was touched, restart the service instead")
 
     def handle_usr2(self) -> None:
         """Gunicorn would start a second master, hence a second model."""

@@ -7,7 +7,7 @@ waits for the device, and none looks at device values to decide what to launch, 
     staging = ops.next_staging()      host memory, filled by runner/input_batch
     act = ops.begin_step(shape)       one upload; the buffers, cut to this step's rows
     decoder.forward(act)              embed .. logits
-    ops.sample(act)                   ids stay on the device
+    ops.sample(act.logits)            ids stay on the device
     ops.fetch_tokens()                a copy to the host is under way
 """
 

@@ -28,7 +28,7 @@ PENALTY_LIMIT = 1e20  # penalties are held within 1/limit .. limit, so that a pe
 class SlotSampling:
     """A slot's request: parameters within the bounds above, and the tokens it starts with.
 
-    seen_ids and stop_ids may hold any id; ids outside the vocabulary are no tokens and are dropped by `create`.
+    seen_ids and stop_ids hold ids of the vocabulary only: whoever makes it drops the others.
     """
 
     temperature: float

@@ -13,7 +13,7 @@ request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 # Servers that bring handlers of their own; with them a line would appear twice, in two formats.
 _ADOPTED_LOGGERS = ("gunicorn.error", "uvicorn", "uvicorn.error", "uvicorn.asgi")
-# One line per request costs more than it tells: metrics count requests, the final line of a request tells its times.
+# One line per request costs more than it tells: metrics count requests and measure their times.
 _SILENCED_LOGGERS = ("gunicorn.access", "uvicorn.access")
 
 

@@ -1,7 +1,8 @@
 """What Prometheus reads: counters and histograms of requests over all web workers, and the engine's state on the board.
 
 Each web worker writes into files of its own in one folder; a scrape of any worker adds them up, those of dead workers
-included, so totals never fall. Every series has two names: ours, and vLLM's for dashboards that exist.
+included, so their totals never fall; the engine's begin again with each model worker. What vLLM counts too appears
+under its name as well, for dashboards that exist.
 """
 
 import os
