@@ -46,9 +46,20 @@ def parse_body(model: type[B], data: bytes) -> B:
 
 def openapi_body(model: type[Body]) -> dict[str, Any]:
     """The `openapi_extra` of a route that reads its body by `body_of`."""
-    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema.pop("$defs", None)
+    schema = model.model_json_schema()
+    schema = _inlined(schema, schema.pop("$defs", {}))
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
+    """The schema with each reference replaced: inside an OpenAPI document "#/$defs" would point at nothing."""
+    if isinstance(schema, list):
+        return [_inlined(item, definitions) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _inlined(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    return {key: _inlined(value, definitions) for key, value in schema.items()}
 
 
 def _check_content_type(content_type: str) -> None:

@@ -101,7 +101,11 @@ def test_stalled_engine_is_neither_ready_nor_alive(start_service):
 
 
 def test_routes_are_documented(service):
-    paths = service.client.get("/openapi.json").json()["paths"]
+    response = service.client.get("/openapi.json")
+    assert "$ref" not in response.text
+    paths = response.json()["paths"]
     schema = paths["/generate"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    parameters = next(option for option in schema["properties"]["parameters"]["anyOf"] if "properties" in option)
     assert "inputs" in schema["properties"]
+    assert "max_new_tokens" in parameters["properties"]
     assert {"/generate_stream", "/v1/completions", "/v1/models", "/health", "/metrics", "/info"} <= paths.keys()
