@@ -31,7 +31,7 @@ from server.api.prompts import (
     resolve_temperature,
     resolve_top_k,
 )
-from server.api.serving import Serving, serving_of
+from server.api.serving import Serving, ServingDep
 from server.api.sse import DONE_EVENT, EventStream, encode_event, unless_disconnected
 from server.engine.messages import SamplingParams
 from server.errors import InvalidRequest
@@ -41,7 +41,6 @@ router = APIRouter(prefix="/v1")
 MAX_PROMPTS = 256
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _U64 = 2**64
-ServingDep = Annotated[Serving, Depends(serving_of)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ class _Call:
 @router.post("/completions", openapi_extra=openapi_body(CompletionBody))
 async def complete(
     body: Annotated[CompletionBody, Depends(body_of(CompletionBody))],
-    serving: Annotated[Serving, Depends(serving_of)],
+    serving: ServingDep,
     request: Request,
 ) -> Response:
     """Continue one or more prompts."""

@@ -5,14 +5,14 @@ Ready means: a real token has been generated and the engine makes progress. Nobo
 
 import time
 from math import ceil
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from starlette.responses import Response
 
 from server.api.errors import MAX_RETRY_AFTER_S
-from server.api.serving import Serving, serving_of
+from server.api.serving import Serving, ServingDep
 from server.engine.client import RECOVERY_LIMIT_S
 from server.launch.board import Board, LoaderState, ModelState, StopMode
 
@@ -22,7 +22,6 @@ LIVE_PATHS = ("/health/live", "/v2/health/live")
 _STALLED_AFTER_S = 10.0
 
 Status = Literal["ready", "recovering", "loading", "draining", "stalled", "failed"]
-ServingDep = Annotated[Serving, Depends(serving_of)]
 router = APIRouter()
 
 

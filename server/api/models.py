@@ -1,18 +1,16 @@
 """GET /v1/models and /v1/models/{name}: the one model that is served, as OpenAI's clients list it."""
 
 import time
-from typing import Annotated
 
 import msgspec
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from server.api.completions_schema import Model, ModelList
 from server.api.errors import ModelNotFound
-from server.api.serving import Serving, serving_of
+from server.api.serving import Serving, ServingDep
 
 router = APIRouter(prefix="/v1")
-ServingDep = Annotated[Serving, Depends(serving_of)]
 
 
 @router.get("/models")

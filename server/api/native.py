@@ -35,13 +35,12 @@ from server.api.prompts import (
     resolve_temperature,
     resolve_top_k,
 )
-from server.api.serving import Serving, serving_of
+from server.api.serving import Serving, ServingDep
 from server.api.sse import EventStream, encode_event, unless_disconnected
 from server.engine.messages import SamplingParams
 from server.errors import InvalidRequest
 
 router = APIRouter()
-ServingDep = Annotated[Serving, Depends(serving_of)]
 
 _FINISH_WORDS: dict[Finish, str] = {"length": "length", "eos": "eos_token", "stop": "stop_sequence"}
 

@@ -4,8 +4,9 @@ Made once in the master; every web worker inherits it and starts its own client.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from fastapi import Request
+from fastapi import Depends, Request
 
 from server.engine.client import EngineClient
 from server.launch.board import Board
@@ -41,6 +42,9 @@ class Serving:
 
 
 def serving_of(request: Request) -> Serving:
-    """The dependency by which a route gets at it."""
+    """What `ServingDep` calls: a route's way to it."""
     serving: Serving = request.app.state.serving
     return serving
+
+
+ServingDep = Annotated[Serving, Depends(serving_of)]
