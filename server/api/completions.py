@@ -23,18 +23,12 @@ from server.api.completions_schema import (
 )
 from server.api.errors import ModelNotFound, end_in_error_event
 from server.api.generation import Generation, GenerationRequest, Times, merge_events, open_generations
-from server.api.prompts import (
-    check_token_ids,
-    encode_prompt,
-    random_seed,
-    resolve_repetition_penalty,
-    resolve_temperature,
-    resolve_top_k,
-)
+from server.api.prompts import check_token_ids, encode_prompt, random_seed, resolve_top_k
 from server.api.serving import Serving, ServingDep
 from server.api.sse import DONE_EVENT, EventStream, encode_event, unless_disconnected
 from server.engine.messages import SamplingParams
 from server.errors import InvalidRequest
+from server.ops.sampling import bounded_penalty, bounded_temperature
 
 router = APIRouter(prefix="/v1")
 
@@ -162,11 +156,11 @@ def _request_of(serving: Serving, body: CompletionBody, token_ids: list[int]) ->
     temperature = 1.0 if body.temperature is None else body.temperature
     sampling = SamplingParams(
         max_tokens=max_tokens,
-        temperature=resolve_temperature(temperature) if top_p else 0.0,
+        temperature=bounded_temperature(temperature) if top_p else 0.0,
         top_k=resolve_top_k(max(body.top_k or 0, 0), serving.facts.vocab_size),
         top_p=top_p or 1.0,
         min_p=body.min_p or 0.0,
-        repetition_penalty=resolve_repetition_penalty(body.repetition_penalty or 1.0),
+        repetition_penalty=bounded_penalty(body.repetition_penalty or 1.0),
         seed=random_seed() if body.seed is None else body.seed % _U64,
         stop_token_ids=tuple(body.stop_token_ids or ()),
         min_tokens=min(min_tokens, max_tokens),

@@ -27,18 +27,12 @@ from server.api.native_schema import (
     Token,
     TokenizeBody,
 )
-from server.api.prompts import (
-    check_token_ids,
-    encode_prompt,
-    random_seed,
-    resolve_repetition_penalty,
-    resolve_temperature,
-    resolve_top_k,
-)
+from server.api.prompts import check_token_ids, encode_prompt, random_seed, resolve_top_k
 from server.api.serving import Serving, ServingDep
 from server.api.sse import EventStream, encode_event, unless_disconnected
 from server.engine.messages import SamplingParams
 from server.errors import InvalidRequest
+from server.ops.sampling import bounded_penalty, bounded_temperature
 
 router = APIRouter()
 
@@ -179,10 +173,10 @@ def _sampling_of(
     temperature = 1.0 if parameters.temperature is None else parameters.temperature
     return SamplingParams(
         max_tokens=_max_tokens(parameters.max_new_tokens, num_prompt_tokens, serving.max_model_len),
-        temperature=resolve_temperature(temperature) if samples else 0.0,
+        temperature=bounded_temperature(temperature) if samples else 0.0,
         top_k=resolve_top_k(parameters.top_k or 0, serving.facts.vocab_size),
         top_p=1.0 if parameters.top_p is None else parameters.top_p,
-        repetition_penalty=resolve_repetition_penalty(parameters.repetition_penalty or 1.0),
+        repetition_penalty=bounded_penalty(parameters.repetition_penalty or 1.0),
         seed=random_seed() if parameters.seed is None else parameters.seed,
         logprobs=with_logprobs,
     )

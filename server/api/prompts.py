@@ -1,4 +1,4 @@
-"""From a client's prompt and wishes to what the engine takes: token ids in range, sampling without extremes.
+"""From a client's prompt and wishes to what the engine takes: ids and top_k within the vocabulary, a seed.
 
 The rules that all route families share. Does not know bodies or wire shapes: each family says which fields to blame.
 """
@@ -8,11 +8,6 @@ from collections.abc import Sequence
 
 from server.api.serving import Serving
 from server.errors import InvalidRequest
-
-# Below this, logits divided by it differ so much that only the best one is ever drawn; it is called greedy, exactly.
-_GREEDY_BELOW = 1e-3
-# Beyond these the effect is complete, but products with logits would leave the range of fp32.
-_PENALTY_MIN, _PENALTY_MAX = 1e-4, 1e4
 
 
 async def encode_prompt(serving: Serving, text: str, param: str) -> list[int]:
@@ -35,19 +30,9 @@ def check_token_ids(serving: Serving, token_ids: Sequence[object], param: str) -
             raise InvalidRequest(f"a token id must be at least 0 and below {vocab_size}", f"{param}.{index}")
 
 
-def resolve_temperature(temperature: float) -> float:
-    """0 for everything that is greedy in effect."""
-    return temperature if temperature >= _GREEDY_BELOW else 0.0
-
-
 def resolve_top_k(top_k: int, vocab_size: int) -> int:
     """0 (off) for a k that excludes nothing."""
     return top_k if top_k < vocab_size else 0
-
-
-def resolve_repetition_penalty(penalty: float) -> float:
-    """The same effect by a factor that no logit leaves the range of fp32 with."""
-    return min(max(penalty, _PENALTY_MIN), _PENALTY_MAX)
 
 
 def random_seed() -> int:
