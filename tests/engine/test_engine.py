@@ -224,15 +224,22 @@ def test_too_many_waiting_tokens_are_turned_away_but_one_long_prompt_is_not(engi
     with_client(scenario, ClientLimits(max_requests=4, max_waiting_tokens=10, watchdog_s=0))
 
 
-def test_the_first_output_says_how_long_the_request_waited(engines, with_client):
-    limits = dataclasses.replace(LIMITS, max_num_requests=1)
-    engines(limits=limits)
+def test_the_first_output_says_how_long_the_request_waited(engines, board, with_client):
+    engine = engines(limits=dataclasses.replace(LIMITS, max_num_requests=1), gated=True)
 
     async def scenario(client):
-        first, second = client.submit([2, 3], sampling(max_tokens=40)), client.submit([2, 3], sampling(1))
+        first, second = client.submit([2, 3], sampling(max_tokens=400)), client.submit([2, 3], sampling(1))
+        engine.permit(2)
+        opening = await anext(first)
+        while not board.num_waiting:  # the engine reads the second request between two steps
+            engine.permit(1)
+            await asyncio.sleep(0.001)
+        seen_waiting = time.monotonic()
+        await until(lambda: (time.monotonic() - seen_waiting) * 1e3 > opening.queue_ms)
+        engine.open_gate()
         outputs = [[output async for output in stream] for stream in (first, second)]
-        assert outputs[1][0].queue_ms > outputs[0][0].queue_ms > 0
-        assert all(output.queue_ms == 0 for output in outputs[0][1:] + outputs[1][1:])
+        assert outputs[1][0].queue_ms > opening.queue_ms > 0
+        assert all(output.queue_ms == 0 for output in outputs[0] + outputs[1][1:])
 
     with_client(scenario)
 
