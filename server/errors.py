@@ -24,7 +24,7 @@ class InvalidRequest(ServerError):
 
 
 class Overloaded(ServerError):
-    """No room for the request now. `retry_after_s` is at most 120."""
+    """No room for the request now. `retry_after_s` is an estimate, which the HTTP side bounds."""
 
     def __init__(self, message: str, retry_after_s: int = 1) -> None:
         super().__init__(message)

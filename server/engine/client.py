@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 RECOVERY_LIMIT_S = 5.0  # new requests wait this long for an engine that is coming back, then they are refused
 RESUME_LIMIT_S = 60.0  # running streams wait this long, then they fail
 RECONNECT_INTERVAL_S = 0.02
-MAX_RETRY_AFTER_S = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +59,7 @@ class RequestStream:
         self._outputs: deque[TokenOutput] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._is_final = False
+        self._is_given_up = False
 
     @property
     def request_id(self) -> int:
@@ -82,6 +82,8 @@ class RequestStream:
     async def __anext__(self) -> TokenOutput:
         """The next output. Ends after the final one; raises EngineDead when the service gives the request up."""
         while not self._outputs:
+            if self._is_given_up:
+                raise EngineDead("the engine did not come back")
             if self._is_final:
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
@@ -89,10 +91,7 @@ class RequestStream:
                 await self._waiter
             finally:
                 self._waiter = None
-        output = self._outputs.popleft()
-        if output.token_id < 0 and output.finish_reason == "error" and output.error == _ENGINE_GONE:
-            raise EngineDead(_ENGINE_GONE)
-        return output
+        return self._outputs.popleft()
 
     async def __aenter__(self) -> "RequestStream":
         return self
@@ -123,12 +122,14 @@ class RequestStream:
         self._outputs.append(output)
         self._wake()
 
+    def give_up(self) -> None:
+        """Called by the client when no engine will go on with it: what has come can still be read, then EngineDead."""
+        self._is_final = self._is_given_up = True
+        self._wake()
+
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-
-_ENGINE_GONE = "the engine did not come back"
 
 
 class EngineClient:
@@ -206,13 +207,13 @@ class EngineClient:
             )
 
     def _retry_after_s(self) -> int:
-        """Time for the waiting requests to start at the rate of the last ones; at most MAX_RETRY_AFTER_S."""
+        """Time for the waiting requests to start at the rate of the last ones, at least 1."""
         times = self._first_tokens
         if len(times) < 2 or times[-1] <= times[0]:
             return 1
         rate = (len(times) - 1) / (times[-1] - times[0])
         num_waiting = sum(not stream.has_started for stream in self._live.values())
-        return min(MAX_RETRY_AFTER_S, max(1, round(num_waiting / rate)))
+        return max(1, round(num_waiting / rate))
 
     def _send(self, message: Message) -> None:
         if self._connection is not None:
@@ -248,9 +249,9 @@ class EngineClient:
             self._fail_all()
 
     def _fail_all(self) -> None:
-        for request_id, stream in list(self._live.items()):
-            del self._live[request_id]
-            stream.deliver(TokenOutput(request_id, -1, float("nan"), "error", _ENGINE_GONE))
+        streams, self._live = list(self._live.values()), {}
+        for stream in streams:
+            stream.give_up()
 
     def _receive(self, message: Message) -> None:
         if isinstance(message, Outputs):
