@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from server.errors import StartupError
+from server.text.token_pieces import byte_level_alphabet
 
 MARKERS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 NUM_TOKENS = 256 + len(MARKERS)
@@ -26,29 +27,7 @@ def write_byte_tokenizer(folder: Path, vocab_size: int) -> list[int]:
     if vocab_size < NUM_TOKENS:
         raise StartupError(f"vocab_size {vocab_size} is too small for a byte tokenizer; {NUM_TOKENS} ids are needed")
     marker_ids = {marker: 256 + i for i, marker in enumerate(MARKERS)}
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {
-                "id": token_id,
-                "content": marker,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-            for marker, token_id in marker_ids.items()
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
-        "post_processor": None,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
-        "model": {"type": "BPE", "vocab": {c: b for b, c in enumerate(_byte_characters())}, "merges": []},
-    }
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
+    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer(marker_ids), ensure_ascii=False), encoding="utf-8")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": None,
@@ -64,8 +43,18 @@ def write_byte_tokenizer(folder: Path, vocab_size: int) -> list[int]:
     return end_ids
 
 
-def _byte_characters() -> list[str]:
-    """The character that byte-level tokenizers write for each byte (GPT-2's table): a printable one is itself."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+def _tokenizer(marker_ids: dict[str, int]) -> dict[str, object]:
+    """The content of tokenizer.json."""
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": token_id, "content": marker} | flags for marker, token_id in marker_ids.items()],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": byte_level_alphabet(), "merges": []},
+    }

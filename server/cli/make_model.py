@@ -3,14 +3,12 @@
 import shutil
 from pathlib import Path
 
-import msgspec
-
 from server.cli.byte_tokenizer import write_byte_tokenizer
 from server.errors import StartupError
 from server.models.facts import facts_from_config
+from server.models.vocabulary import read_vocabulary
 from server.weights.convert import parse_dtype
 from server.weights.random_weights import write_random_weights
-from server.weights.shard_index import read_json
 from server.weights.writer import new_folder, write_json
 
 MAX_SHARD_BYTES = 4_000_000_000  # qwen2-7b in bfloat16: 4 files, as published
@@ -95,37 +93,15 @@ def make_model(shape: str, target: Path, *, seed: int, dtype: str, tokenizer: Pa
     print(f"{target}: {shape} in {dtype}, seed {seed}, {sum(f.stat().st_size for f in target.iterdir()) / 1e9:.2f} GB")
 
 
-class _AddedToken(msgspec.Struct, frozen=True):
-    id: int
-    content: str
-
-
-class _Vocabulary(msgspec.Struct, frozen=True):
-    vocab: dict[str, int]
-
-
-class _Tokenizer(msgspec.Struct, frozen=True):
-    """What matters here of a tokenizer.json of the BPE kind."""
-
-    model: _Vocabulary
-    added_tokens: list[_AddedToken] = []
-
-
 def _copy_tokenizer(source: Path, target: Path, vocab_size: int) -> list[int]:
-    """Copy the tokenizer's files. Returns the id of its eos_token, if it names one."""
-    file = source / "tokenizer.json"
-    try:
-        tokenizer = msgspec.json.decode(file.read_bytes(), type=_Tokenizer)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise StartupError(f"{file}: is no BPE tokenizer: {error}") from error
-    added = {token.content: token.id for token in tokenizer.added_tokens}
-    largest_id = max([*added.values(), *tokenizer.model.vocab.values()], default=0)
-    if largest_id >= vocab_size:
-        raise StartupError(f"{file}: the largest id is {largest_id}; the model has {vocab_size} ids")
+    """Copy the tokenizer's files. Returns the ids that end a text."""
+    vocabulary = read_vocabulary(source)
+    if vocabulary.num_token_ids > vocab_size:
+        raise StartupError(
+            f"{source / 'tokenizer.json'}: the largest id is {vocabulary.num_token_ids - 1}; "
+            f"the model has {vocab_size} ids"
+        )
     for name in _TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
-    settings_file = source / "tokenizer_config.json"
-    eos = read_json(settings_file).get("eos_token") if settings_file.exists() else None
-    eos = eos.get("content") if isinstance(eos, dict) else eos
-    return [added[eos]] if isinstance(eos, str) and eos in added else []
+    return list(vocabulary.eos_token_ids)

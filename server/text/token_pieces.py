@@ -27,7 +27,7 @@ class TokenPieces:
         self._special_ids = special_ids
         self._num_token_ids = num_token_ids
         kinds = _decoder_kinds(backend)
-        self._byte_of_character = _byte_level_alphabet() if "ByteLevel" in kinds else None
+        self._byte_of_character = byte_level_alphabet() if "ByteLevel" in kinds else None
         self._byte_fallback = "ByteFallback" in kinds
         self._cache: dict[int, bytes] = {}
 
@@ -96,8 +96,8 @@ def _decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
     return {decoder["type"], *(part["type"] for part in decoder.get("decoders", []))}
 
 
-def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's characters for bytes: printable ones stand for themselves, the others for 256, 257, ... in order."""
+def byte_level_alphabet() -> dict[str, int]:
+    """The byte of each of GPT-2's characters: a printable byte is written as itself, the others as 256, 257, ..."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
