@@ -8,11 +8,12 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import Field, WithJsonSchema
 
-from server.api.bodies import Body
+from server.api.bodies import Body, Items
 from server.api.native_schema import MAX_SEED, StopStrings
 
 MIN_SEED = -(2**63)
 MAX_PRIORITY = 2**31 - 1
+MAX_STOP_TOKEN_IDS = 128  # each token of a request is compared with them, and each prompt of a call carries them
 
 Prompt = Annotated[
     Any,
@@ -58,13 +59,13 @@ class CompletionBody(Body):
     suffix: str | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: dict[str, Any] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[Items[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
 
 

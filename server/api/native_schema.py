@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from server.api.bodies import Body
+from server.api.bodies import Body, Items
 
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARS = 1024
@@ -23,7 +23,7 @@ def as_list(value: object) -> object:
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 StopStrings = Annotated[
-    list[StopString],
+    Items[StopString],
     BeforeValidator(as_list),
     Field(max_length=MAX_STOP_STRINGS),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
@@ -76,7 +76,7 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """The body of POST /detokenize."""
 
-    ids: list[int]
+    ids: Items[int]
 
 
 class Token(msgspec.Struct, frozen=True):
