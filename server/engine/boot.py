@@ -93,7 +93,7 @@ def _build_operations(service: Service, vocabulary: Vocabulary, pool_bytes: int)
 def _batch_limits(service: Service, num_blocks: int, max_model_len: int) -> BatchLimits:
     engine = service.settings.engine
     return BatchLimits(
-        max_batched_tokens=max(engine.max_batched_tokens, engine.max_num_requests),  # each request decodes every step
+        max_batched_tokens=service.resolved.max_batched_tokens,
         max_num_requests=engine.max_num_requests,
         max_model_len=max_model_len,
         num_blocks=num_blocks,

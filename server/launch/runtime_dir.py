@@ -64,7 +64,6 @@ class RuntimeDir:
         self.metrics.mkdir(mode=0o700)
         # Gunicorn's files go here too, so that two instances never meet. `gettempdir` has cached another answer.
         os.environ["TMPDIR"] = tempfile.tempdir = str(self.path)
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(self.metrics)
 
     def write_address(self, host: str, port: int) -> None:
         """Publish where the service listens; whole or not at all, for whoever polls it."""

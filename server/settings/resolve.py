@@ -51,17 +51,12 @@ class ResolvedConfig:
     num_threads: int
     served_name: str
     max_model_len: int
+    max_batched_tokens: int
     kv_pool_bytes: int | None
-    runtime_dir: Path
     stop_timeouts: StopTimeouts
 
 
-def resolve(
-    settings: Settings,
-    facts: ModelFacts,
-    machine: Machine,
-    environ: Mapping[str, str] | None = None,
-) -> ResolvedConfig:
+def resolve(settings: Settings, facts: ModelFacts, machine: Machine) -> ResolvedConfig:
     """Choose once, in the master. Raises StartupError when a wish cannot be met on this machine or by this model."""
     backend = _resolve_backend(settings, machine)
     device = _resolve_device(settings, machine)
@@ -71,8 +66,8 @@ def resolve(
         num_threads=_resolve_threads(settings, machine, device),
         served_name=settings.model.served_name or name_from_path(settings.model.path),
         max_model_len=_resolve_max_model_len(settings, facts),
+        max_batched_tokens=_resolve_batched_tokens(settings),
         kv_pool_bytes=_resolve_kv_pool(settings, device),
-        runtime_dir=runtime_dir(settings.server, environ),
         stop_timeouts=stop_timeouts(settings.server),
     )
 
@@ -164,6 +159,15 @@ def _resolve_max_model_len(settings: Settings, facts: ModelFacts) -> int:
         "engine.max_model_len",
         facts.max_position,
         "the model's max_position_embeddings",
+    )
+
+
+def _resolve_batched_tokens(settings: Settings) -> int:
+    wish, num_requests = settings.engine.max_batched_tokens, settings.engine.max_num_requests
+    if wish >= num_requests:
+        return wish
+    return _log_choice(
+        "engine.max_batched_tokens", num_requests, "each of engine.max_num_requests requests decodes a token per step"
     )
 
 

@@ -107,14 +107,16 @@ class ApiService:
         chosen = {"server.runtime_dir": str(folder), "model.path": "org/echo", "engine.watchdog_s": 0}
         chosen |= {name.replace("__", "."): value for name, value in overrides.items()}
         self.settings = load_settings("test", {}, chosen)
-        self.resolved = resolve(self.settings, FACTS, Machine(1, 0, None, True), {})
+        self.resolved = resolve(self.settings, FACTS, Machine(1, 0, None, True))
         self.board = Board.create()
         self.board.started_at = time.monotonic()
         self.runner = EchoRunner()
         self._gated = gated
         self._with_engine = with_engine
         checkpoint = Checkpoint(folder / "model", FACTS, {}, {}, {})
-        self.app = create_app(self.settings, self.resolved, checkpoint, self.board, str(folder / "engine.sock"))
+        self.app = create_app(
+            self.settings, self.resolved, checkpoint, self.board, str(folder / "engine.sock"), folder / "metrics"
+        )
         self._tables = BlockTables(NUM_BLOCKS, BLOCK_SIZE, prefix_cache=True)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(folder / "engine.sock"))

@@ -20,10 +20,9 @@ sys.stdin.read()
 
 @pytest.fixture
 def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A short path: sockets in it must have room. `acquire` changes variables, which are put back."""
+    """A short path: sockets in it must have room. `acquire` changes TMPDIR, which is put back."""
     monkeypatch.setattr("tempfile.tempdir", None)
-    for name in ("TMPDIR", "PROMETHEUS_MULTIPROC_DIR"):
-        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("TMPDIR", "")
     return tmp_path_factory.mktemp("r") / "run"
 
 
@@ -31,7 +30,7 @@ def test_it_is_created_for_this_user_alone(folder: Path) -> None:
     RuntimeDir(folder).acquire()
     assert folder.stat().st_mode & 0o777 == 0o700
     assert os.environ["TMPDIR"] == str(folder)
-    assert Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]).is_dir()
+    assert RuntimeDir(folder).metrics.is_dir()
 
 
 def test_a_second_instance_is_refused_and_touches_nothing(folder: Path) -> None:

@@ -19,7 +19,7 @@ GPU_BOX = Machine(num_cores=16, num_gpus=2, libcuda_path="/usr/lib/libcuda.so.1"
 
 def resolved(machine=LAPTOP, facts=FACTS, **overrides):
     chosen = {name.replace("__", "."): value for name, value in overrides.items()}
-    return resolve(load_settings("demo", {}, chosen), facts, machine, {})
+    return resolve(load_settings("demo", {}, chosen), facts, machine)
 
 
 def server_settings(**overrides):
@@ -49,12 +49,16 @@ def test_wishes_are_followed():
         engine__max_model_len=100,
         kv__pool_mib=7,
         model__served_name="mine",
-        server__runtime_dir="/run/x",
     )
     assert (config.backend, config.device, config.num_threads) == ("torch", "cpu", 3)
     assert (config.max_model_len, config.kv_pool_bytes) == (100, 7 << 20)
     assert config.served_name == "mine"
-    assert str(config.runtime_dir) == "/run/x"
+
+
+def test_step_has_room_for_a_token_of_every_request():
+    assert resolved().max_batched_tokens == 256
+    assert resolved(engine__max_num_requests=300).max_batched_tokens == 300
+    assert resolved(engine__max_num_requests=300, engine__max_batched_tokens=301).max_batched_tokens == 301
 
 
 @pytest.mark.parametrize(
