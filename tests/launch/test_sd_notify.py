@@ -36,8 +36,12 @@ def test_an_abstract_address_is_understood(monkeypatch: pytest.MonkeyPatch) -> N
         assert systemd.recv(99) == b"STOPPING=1"
 
 
-def test_without_systemd_or_with_a_dead_one_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_systemd_nothing_happens_and_a_dead_one_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
     Notifier().stopping()
+    assert not caplog.records
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "nobody"))
     Notifier().ready("ready")
+    assert "systemd was not told" in caplog.text

@@ -113,7 +113,7 @@ def test_hup_and_usr2_touch_no_process(start: StartService) -> None:
     os.kill(service.pid, signal.SIGUSR2)
     assert stream.finish().is_complete
     assert sorted(service.processes()) == before
-    assert "SIGHUP: settings" in service.log
+    assert "SIGHUP: no setting can change" in service.log
     assert "SIGUSR2 refused" in service.log
 
 
