@@ -97,7 +97,6 @@ class Board(ctypes.Structure):
         ("halt_reason", ctypes.c_char * _TEXT_BYTES),
         # loader
         ("loader_state", ctypes.c_int64),
-        ("loader_beat", ctypes.c_double),
         ("bytes_total", ctypes.c_int64),
         ("bytes_loaded", ctypes.c_int64),
         # arbiter and model worker

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import socket
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -121,7 +120,6 @@ def _run(load: Load, sock: socket.socket) -> NoReturn:
 def _load(load: Load, sock: socket.socket) -> None:
     board, layout = load.board, load.layout
     board.bytes_total = sum(tensor.num_bytes for tensor in layout.tensors)
-    board.loader_beat = time.monotonic()
     board.loader_state = LoaderState.LOADING
     with board.stage(Role.LOADER, "allocate"):
         fd = create_weight_memory(layout.total_bytes)
@@ -130,7 +128,6 @@ def _load(load: Load, sock: socket.socket) -> None:
 
     def on_progress(num_bytes: int) -> None:
         board.bytes_loaded = num_bytes
-        board.loader_beat = time.monotonic()
 
     with board.stage(Role.LOADER, "weights") as stage:
         run_loader(load.checkpoint, layout, fd, 0, on_progress)

@@ -28,15 +28,13 @@ logger = logging.getLogger(__name__)
 class StopTimeouts:
     """Seconds from SIGTERM on: lame_duck_s + web_s + 1 < dirty_s < master_s.
 
-    web_s: uvicorn's timeout_graceful_shutdown; dirty_s: dirty_graceful_timeout; master_s: graceful_timeout; systemd_s:
-    the least TimeoutStopSec.
+    web_s: uvicorn's timeout_graceful_shutdown; dirty_s: dirty_graceful_timeout; master_s: graceful_timeout.
     """
 
     lame_duck_s: float
     web_s: int
     dirty_s: int
     master_s: int
-    systemd_s: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +97,6 @@ def stop_timeouts(server: ServerSettings) -> StopTimeouts:
         web_s,
         dirty_s=limit_s + 2,
         master_s=limit_s + 3,
-        systemd_s=limit_s + 8,
     )
 
 

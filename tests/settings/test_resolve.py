@@ -115,7 +115,7 @@ def test_limits_of_a_stop_are_ordered_or_refused(drain_limit_s, lame_duck_s):
         return
     assert limits.web_s >= 1
     assert lame_duck_s + limits.web_s <= drain_limit_s
-    assert limits.lame_duck_s + limits.web_s + 1 < limits.dirty_s < limits.master_s < limits.systemd_s
+    assert limits.lame_duck_s + limits.web_s + 1 < limits.dirty_s < limits.master_s
     assert limits.master_s <= drain_limit_s + 3
 
 
