@@ -166,22 +166,12 @@ def facts_from_config(config: Mapping[str, object]) -> ModelFacts:
     Raises StartupError with the key, what was found and what is supported.
     """
     architecture, family = _architecture(config)
-    for key, (neutral, reason) in _REFUSED_KEYS.items():
-        if config.get(key) not in neutral:
-            raise _refuse(key, config[key], reason)
+    _refuse_unknown_maths(config)
     keys = _Keys(config)
-    activation = config.get("hidden_act", "silu")
-    if activation != "silu":
-        raise _refuse("hidden_act", activation, "only 'silu' is supported")
     num_layers = keys.size("num_hidden_layers", maximum=MAX_LAYERS)
     max_position = keys.size("max_position_embeddings")
     _refuse_sliding_window(keys, family, num_layers, max_position)
     num_heads = keys.size("num_attention_heads")
-    num_kv_heads = keys.size("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise _refuse(
-            "num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads = {num_heads} is expected"
-        )
     hidden_size = keys.size("hidden_size")
     rope_theta, rope_scaling = _rope(keys)
     attention_bias = keys.flag("attention_bias")
@@ -192,7 +182,7 @@ def facts_from_config(config: Mapping[str, object]) -> ModelFacts:
         intermediate_size=keys.size("intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
+        num_kv_heads=_num_kv_heads(keys, num_heads),
         head_dim=_head_dim(keys, family, hidden_size, num_heads),
         max_position=max_position,
         rms_eps=keys.positive("rms_norm_eps", 1e-6),
@@ -217,6 +207,24 @@ def _architecture(config: Mapping[str, object]) -> tuple[str, _Family]:
     if model_type != family.model_type:
         raise _refuse("model_type", model_type, f"{family.model_type!r} belongs to {architecture}; {supported}")
     return architecture, family
+
+
+def _refuse_unknown_maths(config: Mapping[str, object]) -> None:
+    for key, (neutral, reason) in _REFUSED_KEYS.items():
+        if config.get(key) not in neutral:
+            raise _refuse(key, config[key], reason)
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise _refuse("hidden_act", activation, "only 'silu' is supported")
+
+
+def _num_kv_heads(keys: _Keys, num_heads: int) -> int:
+    num_kv_heads = keys.size("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise _refuse(
+            "num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads = {num_heads} is expected"
+        )
+    return num_kv_heads
 
 
 def _head_dim(keys: _Keys, family: _Family, hidden_size: int, num_heads: int) -> int:
