@@ -6,7 +6,7 @@ Streamed and whole answers consume the same events. Knows neither HTTP nor a wir
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Literal, Self
@@ -164,8 +164,7 @@ async def merge_events(generations: Sequence[Generation]) -> AsyncGenerator[tupl
     finally:
         for pump in pumps:
             pump.cancel()
-        with suppress(asyncio.CancelledError):
-            await asyncio.gather(*pumps, return_exceptions=True)
+        await asyncio.gather(*pumps, return_exceptions=True)
 
 
 async def _pump(
