@@ -93,12 +93,6 @@ class RequestStream:
                 self._waiter = None
         return self._outputs.popleft()
 
-    async def __aenter__(self) -> "RequestStream":
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.abort()
-
     def abort(self) -> None:
         """Free the request in the engine. Does nothing once it has ended; safe to call twice."""
         if not self._is_final:

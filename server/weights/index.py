@@ -37,7 +37,6 @@ class Checkpoint:
 
     folder: Path
     facts: ModelFacts
-    config: dict[str, object]
     tensors: dict[str, SourceTensor]
     identities: dict[Path, FileIdentity]
 
@@ -60,7 +59,7 @@ def open_checkpoint(path: str, revision: str, hub: HubAccess) -> Checkpoint:
     if dtype != facts.dtype:
         logger.warning("%s: the weights are %s, config.json says %s: %s is served", folder, dtype, facts.dtype, dtype)
         facts = dataclasses.replace(facts, dtype=dtype)
-    return Checkpoint(folder, facts, config, tensors, stored.identities)
+    return Checkpoint(folder, facts, tensors, stored.identities)
 
 
 def _facts(folder: Path, config: dict[str, object]) -> ModelFacts:

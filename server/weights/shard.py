@@ -71,7 +71,6 @@ class Shard:
     file: Path
     identity: FileIdentity
     tensors: dict[str, SourceTensor]
-    metadata: dict[str, str]
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -95,11 +94,11 @@ def read_shard(file: Path) -> Shard:
         os.close(fd)
     try:
         fields = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-        metadata = msgspec.json.decode(fields.pop("__metadata__", b"{}"), type=dict[str, str])
+        msgspec.json.decode(fields.pop("__metadata__", b"{}"), type=dict[str, str])
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise StartupError(f"{file}: the safetensors header is not valid JSON: {error}") from error
     tensors = {name: _source_tensor(file, name, raw, data_offset) for name, raw in fields.items()}
-    return Shard(file, identity, _in_file_order(file, tensors, data_offset, identity.num_bytes), metadata)
+    return Shard(file, identity, _in_file_order(file, tensors, data_offset, identity.num_bytes))
 
 
 def open_regular(file: Path) -> int:

@@ -113,7 +113,7 @@ class ApiService:
         self.runner = EchoRunner()
         self._gated = gated
         self._with_engine = with_engine
-        checkpoint = Checkpoint(folder / "model", FACTS, {}, {}, {})
+        checkpoint = Checkpoint(folder / "model", FACTS, {}, {})
         self.app = create_app(
             self.settings, self.resolved, checkpoint, self.board, str(folder / "engine.sock"), folder / "metrics"
         )

@@ -13,6 +13,7 @@ from server.errors import StartupError
 from server.weights import convert as conversion
 from server.weights.folder import HubAccess
 from server.weights.index import open_checkpoint
+from server.weights.shard_index import read_json
 from tests.tiny_models import TORCH_DTYPES, tiny_config, tiny_tensors, write_shards, write_tiny_model
 
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -36,7 +37,7 @@ def test_values_are_those_of_torch_in_every_direction(
     names = {file.name for file in folder.iterdir()}
     assert {file.name for file in (tmp_path / "out").iterdir()} == names
     checkpoint = open_checkpoint(str(tmp_path / "out"), "main", HubAccess(tmp_path, is_offline=True))
-    assert checkpoint.facts.dtype == checkpoint.config["dtype"] == target
+    assert checkpoint.facts.dtype == read_json(checkpoint.folder / "config.json")["dtype"] == target
 
 
 def test_transformers_loads_what_was_written(tmp_path: Path) -> None:

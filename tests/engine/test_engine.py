@@ -346,10 +346,10 @@ def test_random_load_with_aborts_ends_every_request_once(engines, with_client):
         if stop_after is None:
             assert await collect(stream) == expected(prompt, params)
             return
-        async with stream:
-            for _ in range(stop_after):
-                if (await anext(stream)).finish_reason is not None:
-                    break
+        for _ in range(stop_after):
+            if (await anext(stream)).finish_reason is not None:
+                break
+        stream.abort()
 
     async def scenario(client):
         for _ in range(5):

@@ -17,6 +17,7 @@ from server.weights.index import Checkpoint, open_checkpoint
 from server.weights.layout import WeightLayout, weight_layout
 from server.weights.loader import MemorySink, default_num_threads, read_chunks, run_loader
 from server.weights.memory import WeightViews, create_weight_memory
+from server.weights.shard_index import read_json
 from tests.tiny_models import FAMILIES, Family, tiny_tensors, write_tiny_model
 
 HUB = HubAccess(cache=Path("/nonexistent"), is_offline=True)
@@ -29,7 +30,7 @@ def opened(folder: Path) -> tuple[Checkpoint, WeightLayout]:
 
 def expected_bytes(checkpoint: Checkpoint, layout: WeightLayout) -> bytes:
     """What the memory must hold, put together from whole tensors."""
-    tensors = tiny_tensors(checkpoint.config)
+    tensors = tiny_tensors(read_json(checkpoint.folder / "config.json"))
     memory = bytearray(layout.total_bytes)
     for spec in layout.tensors:
         parts = [tensors[s.source][s.source_row : s.source_row + s.num_rows] for s in spec.segments]
@@ -249,5 +250,5 @@ def test_views_give_bytes_shape_and_dtype_by_name(tmp_path: Path) -> None:
     assert list(views) == [spec.name for spec in layout.tensors]
     norm = views["layers.1.q_norm.weight"]
     assert (norm.shape, norm.dtype, norm.data.readonly) == ((32,), "bfloat16", True)
-    stored = tiny_tensors(checkpoint.config)["model.layers.1.self_attn.q_norm.weight"]
+    stored = tiny_tensors(read_json(checkpoint.folder / "config.json"))["model.layers.1.self_attn.q_norm.weight"]
     assert norm.data.tobytes() == stored.view(torch.uint8).numpy().tobytes()

@@ -35,7 +35,6 @@ def test_offsets_point_at_the_bytes_of_each_tensor(tmp_path: Path) -> None:
     tensors = {"b": torch.arange(6.0).reshape(2, 3), "a": torch.arange(4, dtype=torch.bfloat16), "n": torch.tensor(7)}
     save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt"})
     shard = read_shard(tmp_path / "x.safetensors")
-    assert shard.metadata == {"format": "pt"}
     data = shard.file.read_bytes()
     for name, tensor in tensors.items():
         found = shard.tensors[name]
