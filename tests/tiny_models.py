@@ -1,12 +1,12 @@
 """Writes tiny random checkpoints in Hugging Face layout, one family at a time, as transformers 5 would write them.
 
-Knows config.json, tensor names and safetensors files; knows nothing of the server that reads them, so that it can judge it.
+Knows config.json, tensor names and safetensors files; knows nothing of the server that reads them, so it can judge it.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -46,7 +46,7 @@ def tiny_config(
     tied: bool | None = None,
     eos_token_id: int | Sequence[int] | None = None,
 ) -> dict[str, object]:
-    """A config.json with the keys and spellings of transformers 5. `head_dim` None: hidden_size / heads, 32 for qwen3."""
+    """A config.json with the keys and spellings of transformers 5. `head_dim` None: hidden / heads, 32 for qwen3."""
     architecture, model_type = ARCHITECTURES[family]
     config: dict[str, object] = {
         "architectures": [architecture],
@@ -160,37 +160,16 @@ def write_tiny_model(
     dtype: str = "float32",
     seed: int = 0,
     num_shards: int = 1,
-    hidden_size: int = 64,
-    intermediate_size: int = 96,
-    num_layers: int = 2,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    head_dim: int | None = None,
-    vocab_size: int = 320,
-    max_position: int = 512,
-    tied: bool | None = None,
-    eos_token_id: int | Sequence[int] | None = None,
     config_changes: Mapping[str, object] | None = None,
     with_tokenizer: bool = False,
+    **config_options: Any,
 ) -> Path:
     """Make `folder` and write config.json, generation_config.json and weights into it; returns it.
 
-    `config_changes` are merged into config.json after the weights were drawn from the unchanged config.
+    `config_options` are those of `tiny_config`. `config_changes` are merged into config.json after the weights were drawn
+    from the unchanged config.
     """
-    config = tiny_config(
-        family,
-        dtype=dtype,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        vocab_size=vocab_size,
-        max_position=max_position,
-        tied=tied,
-        eos_token_id=eos_token_id,
-    )
+    config = tiny_config(family, dtype=dtype, **config_options)
     folder.mkdir(parents=True, exist_ok=True)
     write_shards(folder, tiny_tensors(config, seed=seed), num_shards)
     config |= dict(config_changes or {})
@@ -202,5 +181,5 @@ def write_tiny_model(
     if with_tokenizer:
         from tests.tiny_tokenizer import write_tiny_tokenizer
 
-        write_tiny_tokenizer(folder, vocab_size)
+        write_tiny_tokenizer(folder, int(str(config["vocab_size"])))
     return folder

@@ -10,21 +10,17 @@ from server.telemetry.logging import configure_logging, request_id
 
 
 @pytest.fixture
-def restored_logging():
+def lines():
+    """What has been logged since `configure_logging`; the loggers are put back."""
     names = (None, "gunicorn.error", "uvicorn", "uvicorn.error", "uvicorn.asgi", "gunicorn.access", "uvicorn.access")
     loggers = [logging.getLogger(name) for name in names]
     saved = [(logger.handlers, logger.level, logger.propagate) for logger in loggers]
-    yield
+    stream = io.StringIO()
+    configure_logging("web", "info", stream)
+    yield lambda: stream.getvalue().splitlines()
     for logger, (handlers, level, propagate) in zip(loggers, saved, strict=True):
         logger.handlers, logger.propagate = handlers, propagate
         logger.setLevel(level)
-
-
-@pytest.fixture
-def lines(restored_logging):
-    stream = io.StringIO()
-    configure_logging("web", "info", stream)
-    return lambda: stream.getvalue().splitlines()
 
 
 def test_line_tells_when_what_who_and_where(lines):
