@@ -166,8 +166,8 @@ def write_tiny_model(
 ) -> Path:
     """Make `folder` and write config.json, generation_config.json and weights into it; returns it.
 
-    `config_options` are those of `tiny_config`. `config_changes` are merged into config.json after the weights were drawn
-    from the unchanged config.
+    `config_options` are those of `tiny_config`. `config_changes` are merged into config.json after the weights were
+    drawn from the unchanged config.
     """
     config = tiny_config(family, dtype=dtype, **config_options)
     folder.mkdir(parents=True, exist_ok=True)

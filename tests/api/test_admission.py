@@ -128,7 +128,7 @@ def test_fault_of_ours_inside_a_stream_ends_it_with_an_error_event(start_service
     service.check_idle()
 
 
-def test_engine_that_refuses_or_is_full_keeps_its_reason(service, start_service, monkeypatch):
+def test_engine_that_refuses_or_is_full_keeps_its_reason():
     from server.api import generation
     from server.engine.messages import TokenOutput
     from server.errors import InvalidRequest, Overloaded, RequestFailed
