@@ -74,9 +74,7 @@ class ChatTemplate:
 
             try:
                 self._compiled = sandbox.compile_template(self._source)
-            except (
-                Exception
-            ) as error:  # an edge: besides syntax errors, constants are folded here and may raise anything
+            except Exception as error:  # an edge: constants are folded here, which may raise anything
                 self._fault = f"this model's chat template is broken: {error} (line {getattr(error, 'lineno', '?')})"
         return self._compiled
 
