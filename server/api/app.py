@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 from fastapi import FastAPI
 
@@ -21,19 +20,14 @@ from server.weights.index import Checkpoint
 
 
 def create_app(
-    settings: Settings,
-    resolved: ResolvedConfig,
-    checkpoint: Checkpoint,
-    board: Board,
-    engine_socket_path: str,
-    metrics_folder: Path,
+    settings: Settings, resolved: ResolvedConfig, checkpoint: Checkpoint, board: Board, engine_socket_path: str
 ) -> FastAPI:
     """Called once, in the master: web workers inherit the app and its tokenizer by fork.
 
     Reads the tokenizer (0.4 s for a large vocabulary) and raises StartupError if it cannot be used.
     """
     tokenizer = Tokenizer.from_folder(checkpoint.folder)
-    request_metrics = RequestMetrics(metrics_folder, resolved.served_name)
+    request_metrics = RequestMetrics(resolved.served_name)
     limits = ClientLimits(
         max_requests=settings.engine.max_num_requests + settings.engine.max_waiting_requests,
         max_waiting_tokens=settings.engine.max_waiting_tokens,

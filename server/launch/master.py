@@ -146,12 +146,7 @@ def _build_app(service: Service) -> Any:
     from server.api.app import create_app  # FastAPI and the tokenizer: not before the forks that do not need them
 
     return create_app(
-        service.settings,
-        service.resolved,
-        service.checkpoint,
-        service.board,
-        str(service.folder.engine_socket),
-        service.folder.metrics,
+        service.settings, service.resolved, service.checkpoint, service.board, str(service.folder.engine_socket)
     )
 
 

@@ -1,9 +1,8 @@
-"""The folder of one running instance: lock, engine socket, address file, Gunicorn's temporary files, metrics.
+"""The folder of one running instance: lock, engine socket, address file, Gunicorn's temporary files.
 
     lock              held (flock) by the master and, through inheritance, by every child
     engine.sock       the engine's listener
     address           host:port, written when the port is bound
-    metrics/          prometheus_client's files of the web workers
     gunicorn-dirty-*  Gunicorn's own
 
 Knows paths and the lock. Does not know who uses them.
@@ -33,7 +32,6 @@ class RuntimeDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.engine_socket = path / "engine.sock"
-        self.metrics = path / "metrics"
         self._address = path / "address"
         self._lock_fd = -1
         self._is_locked = False
@@ -61,7 +59,6 @@ class RuntimeDir:
         )
         self._is_locked = True  # what lies here is ours from now on, never before
         self._sweep()
-        self.metrics.mkdir(mode=0o700)
         # Gunicorn's files go here too, so that two instances never meet. `gettempdir` has cached another answer.
         os.environ["TMPDIR"] = tempfile.tempdir = str(self.path)
 
@@ -77,7 +74,7 @@ class RuntimeDir:
             self._sweep()
 
     def _sweep(self) -> None:
-        for path in (self.engine_socket, self._address, self.metrics, *self.path.glob("gunicorn-dirty-*")):
+        for path in (self.engine_socket, self._address, *self.path.glob("gunicorn-dirty-*")):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
             else:

@@ -1,22 +1,19 @@
 """What Prometheus reads: counters and histograms of requests over all web workers, and the engine's state on the board.
 
-Each web worker writes into files of its own in one folder; a scrape of any worker adds them up, those of dead workers
-included, so their totals never fall; the engine's begin again with each model worker. What vLLM counts too appears
-under its name as well, for dashboards that exist.
+A scrape of any web worker gives the sums over all, the dead ones included, so their totals never fall; the engine's
+begin again with each model worker. What vLLM counts too appears under its name as well, for dashboards that exist.
 """
 
-import os
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest, values
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest, values
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
-from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from server.launch.board import Board, ModelState
+from server.telemetry.shared_values import SharedValues
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _OWN_PREFIX = "model_server_"
@@ -36,6 +33,7 @@ _WITHOUT_ALIAS = frozenset(
 )
 _FINISHED_REASONS = ("length", "stop")
 _ERROR_STATUSES = (400, 404, 405, 413, 415, 422, 424, 429, 500, 503)
+_OTHER_STATUS = "other"
 _SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_SECONDS = (0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 5)
 
@@ -43,40 +41,44 @@ _TOKEN_SECONDS = (0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.0
 class RequestMetrics:
     """The series that web workers write. Constructed once, before they are forked."""
 
-    def __init__(self, folder: Path, model_name: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        # The library chooses its storage when it is imported, by this variable; choosing again makes the order of
-        # imports irrelevant and gives each instance its own files.
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
-        values.ValueClass = values.MultiProcessValue()  # type: ignore[no-untyped-call]
-        self._folder = folder
+    def __init__(self, model_name: str) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # times of the construction, which say nothing
         self._model_name = model_name
         self._registry = CollectorRegistry()
+        default_values = values.ValueClass
+        values.ValueClass = SharedValues().new_value
+        try:
+            self._create_series()
+        finally:
+            values.ValueClass = default_values
+
+    def _create_series(self) -> None:
+        """All of them: what a worker made after the fork, the others would not know.
+
+        And a rate over a series that appears with its first event would miss that event.
+        """
         self.time_to_first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token", _SECONDS)
         self.inter_token_latency = self._histogram("inter_token_latency_seconds", "Between two tokens", _TOKEN_SECONDS)
         self.request_latency = self._histogram("e2e_request_latency_seconds", "Arrival to last token", _SECONDS)
         self.queue_time = self._histogram("request_queue_time_seconds", "In the engine's queue", _SECONDS)
-        self.requests_aborted = self._counter("requests_aborted", "Requests whose client left").labels(model_name)
-        self._finished = self._counter("request_success", "Requests that ended with an answer", "finished_reason")
-        self._errors = self._counter("http_errors", "Error responses and error events", "status")
-        # These series exist from the start: a rate over one that appears with its first event misses that event.
-        for reason in _FINISHED_REASONS:
-            self._finished.labels(model_name, reason)
-        for status in _ERROR_STATUSES:
-            self._errors.labels(model_name, status)
+        self.requests_aborted = self._counter("requests_aborted", "Requests whose client left").labels(self._model_name)
+        finished = self._counter("request_success", "Requests that ended with an answer", "finished_reason")
+        errors = self._counter("http_errors", "Error responses and error events", "status")
+        self._finished = {reason: finished.labels(self._model_name, reason) for reason in _FINISHED_REASONS}
+        self._errors = {status: errors.labels(self._model_name, status) for status in (*_ERROR_STATUSES, _OTHER_STATUS)}
 
     def count_finished(self, reason: str) -> None:
         """One request ended with its answer; `reason` is length or stop."""
-        self._finished.labels(self._model_name, reason).inc()
+        self._finished[reason].inc()
 
     def count_error(self, status: int) -> None:
         """One request was refused or failed with this HTTP status (also when it failed inside a stream)."""
-        self._errors.labels(self._model_name, status).inc()
+        self._errors.get(status, self._errors[_OTHER_STATUS]).inc()
 
     def render(self, board: Board) -> bytes:
-        """The text of one scrape. Reads all workers' files: milliseconds, so not for the event loop."""
+        """The text of one scrape: milliseconds, so not for the event loop."""
         registry = CollectorRegistry()
-        registry.register(_TwoNames([_FolderCollector(self._folder), _BoardCollector(board, self._model_name)]))
+        registry.register(_TwoNames([self._registry, _BoardCollector(board, self._model_name)]))
         return generate_latest(registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -85,17 +87,6 @@ class RequestMetrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(f"{_OWN_PREFIX}{name}", text, ["model_name"], buckets=buckets, registry=self._registry)
         return histogram.labels(self._model_name)
-
-
-class _FolderCollector(Collector):
-    """Sums of all web workers' files."""
-
-    def __init__(self, folder: Path) -> None:
-        self._sums = MultiProcessCollector(None, path=str(folder))  # type: ignore[no-untyped-call]
-
-    def collect(self) -> Iterable[Metric]:
-        metrics: Iterable[Metric] = self._sums.collect()  # type: ignore[no-untyped-call]
-        return metrics
 
 
 class _BoardCollector(Collector):

@@ -114,9 +114,7 @@ class ApiService:
         self._gated = gated
         self._with_engine = with_engine
         checkpoint = Checkpoint(folder / "model", FACTS, {}, {})
-        self.app = create_app(
-            self.settings, self.resolved, checkpoint, self.board, str(folder / "engine.sock"), folder / "metrics"
-        )
+        self.app = create_app(self.settings, self.resolved, checkpoint, self.board, str(folder / "engine.sock"))
         self._tables = BlockTables(NUM_BLOCKS, BLOCK_SIZE, prefix_cache=True)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(folder / "engine.sock"))

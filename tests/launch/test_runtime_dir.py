@@ -30,7 +30,6 @@ def test_it_is_created_for_this_user_alone(folder: Path) -> None:
     RuntimeDir(folder).acquire()
     assert folder.stat().st_mode & 0o777 == 0o700
     assert os.environ["TMPDIR"] == str(folder)
-    assert RuntimeDir(folder).metrics.is_dir()
 
 
 def test_a_second_instance_is_refused_and_touches_nothing(folder: Path) -> None:
@@ -57,15 +56,12 @@ def test_leftovers_go_and_foreign_files_stay(folder: Path) -> None:
     (folder / "gunicorn-dirty-abc").mkdir()
     (folder / "gunicorn-dirty-abc" / "arbiter.sock").touch()
     (folder / "gunicorn-dirty-name.pid").write_text("1")
-    (folder / "metrics").mkdir()
-    (folder / "metrics" / "counter_1.db").touch()
     (folder / "mine").touch()
     run = RuntimeDir(folder)
     run.acquire()
     run.write_address("::1", 80)
     assert (folder / "address").read_text() == "[::1]:80\n"
-    assert {path.name for path in folder.iterdir()} == {"lock", "mine", "metrics", "address"}
-    assert not any(run.metrics.iterdir())
+    assert {path.name for path in folder.iterdir()} == {"lock", "mine", "address"}
     run.release()
     assert {path.name for path in folder.iterdir()} == {"lock", "mine"}
 

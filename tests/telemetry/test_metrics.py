@@ -10,12 +10,11 @@ from server.launch.board import Board, ModelState, Role
 from server.telemetry.metrics import RequestMetrics, kv_usage
 
 WORKERS = """
-import os, sys
-from pathlib import Path
+import os
 from server.launch.board import Board
 from server.telemetry.metrics import RequestMetrics
 
-metrics, board = RequestMetrics(Path(sys.argv[1]), "m"), Board.create()
+metrics, board = RequestMetrics("m"), Board.create()
 metrics.count_finished("stop")  # in the master: must not be counted once per fork
 for worker in range(4):
     pid = os.fork()
@@ -49,8 +48,8 @@ def value_of(metrics, board, name, **labels):
     return samples[name, *sorted({"model_name": "m", **labels}.items())]
 
 
-def test_totals_are_those_of_all_workers_from_any_of_them(tmp_path):
-    command = [sys.executable, "-c", WORKERS, str(tmp_path)]
+def test_totals_are_those_of_all_workers_from_any_of_them():
+    command = [sys.executable, "-c", WORKERS]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     for text in output.split("MASTER"):
         samples = samples_of(text)
@@ -60,8 +59,8 @@ def test_totals_are_those_of_all_workers_from_any_of_them(tmp_path):
         assert samples["vllm:time_to_first_token_seconds_count", ("model_name", "m")] == 400
 
 
-def test_requests_are_counted_under_both_names(tmp_path, board):
-    metrics = RequestMetrics(tmp_path, "m")
+def test_requests_are_counted_under_both_names(board):
+    metrics = RequestMetrics("m")
     metrics.count_finished("length")
     metrics.count_error(422)
     metrics.inter_token_latency.observe(0.004)
@@ -72,8 +71,14 @@ def test_requests_are_counted_under_both_names(tmp_path, board):
     assert "vllm:http_errors" not in metrics.render(board).decode()
 
 
-def test_two_instances_in_one_process_do_not_share(tmp_path, board):
-    first, second = RequestMetrics(tmp_path / "a", "m"), RequestMetrics(tmp_path / "b", "m")
+def test_a_status_that_nobody_expected_is_counted(board):
+    metrics = RequestMetrics("m")
+    metrics.count_error(418)
+    assert value_of(metrics, board, "model_server_http_errors_total", status="other") == 1
+
+
+def test_two_instances_in_one_process_do_not_share(board):
+    first, second = RequestMetrics("m"), RequestMetrics("m")
     first.count_finished("stop")
     second.count_error(500)
     assert value_of(first, board, "model_server_request_success_total", finished_reason="stop") == 1
@@ -82,8 +87,8 @@ def test_two_instances_in_one_process_do_not_share(tmp_path, board):
     assert value_of(second, board, "model_server_http_errors_total", status="500") == 1
 
 
-def test_engine_state_comes_from_the_board(tmp_path, board):
-    metrics = RequestMetrics(tmp_path, "m")
+def test_engine_state_comes_from_the_board(board):
+    metrics = RequestMetrics("m")
     board.num_running, board.num_waiting, board.num_preemptions = 3, 2, 7
     board.num_kv_blocks, board.num_free_kv_blocks, board.block_size = 100, 25, 16
     board.prefix_query_tokens, board.prefix_hit_tokens = 50, 20
@@ -108,8 +113,8 @@ def test_engine_state_comes_from_the_board(tmp_path, board):
     assert value_of(metrics, board, "vllm:cache_config_info", block_size="16", num_gpu_blocks="100") == 1
 
 
-def test_finished_stages_of_the_start_are_reported(tmp_path, board):
-    metrics = RequestMetrics(tmp_path, "m")
+def test_finished_stages_of_the_start_are_reported(board):
+    metrics = RequestMetrics("m")
     for num_bytes in (100, 50):
         stage = board.begin_stage(Role.LOADER, "read")
         stage.end, stage.num_bytes = stage.begin + 2, num_bytes
