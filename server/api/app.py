@@ -1,5 +1,6 @@
 """The FastAPI app: routes, refusals, limits, and the engine's client for as long as a web worker lives."""
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -18,6 +19,8 @@ from server.telemetry.metrics import RequestMetrics
 from server.text.tokenizer import Tokenizer
 from server.weights.index import Checkpoint
 
+logger = logging.getLogger(__name__)
+
 
 def create_app(
     settings: Settings, resolved: ResolvedConfig, checkpoint: Checkpoint, board: Board, engine_socket_path: str
@@ -27,6 +30,12 @@ def create_app(
     Reads the tokenizer (0.4 s for a large vocabulary) and raises StartupError if it cannot be used.
     """
     tokenizer = Tokenizer.from_folder(checkpoint.folder)
+    if tokenizer.num_token_ids > checkpoint.facts.vocab_size:
+        logger.warning(
+            "the tokenizer has %d tokens, the model %d: prompts with the others are refused",
+            tokenizer.num_token_ids,
+            checkpoint.facts.vocab_size,
+        )
     request_metrics = RequestMetrics(resolved.served_name)
     limits = ClientLimits(
         max_requests=settings.engine.max_num_requests + settings.engine.max_waiting_requests,

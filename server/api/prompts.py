@@ -11,10 +11,15 @@ from server.errors import InvalidRequest
 
 
 async def encode_prompt(serving: Serving, text: str, param: str) -> list[int]:
-    """Token ids of a text, never none. Raises InvalidRequest blaming `param`."""
+    """Token ids of a text, never none, all of which the model has. Raises InvalidRequest blaming `param`."""
     token_ids = await serving.tokenizer.encode_async(text)
     if not token_ids:
         raise InvalidRequest("an empty prompt cannot be continued", param)
+    vocab_size = serving.facts.vocab_size
+    if max(token_ids) >= vocab_size:  # tokens were added to the tokenizer, but no rows to the model
+        raise InvalidRequest(
+            f"the text holds token {max(token_ids)}, but the model has only {vocab_size} tokens", param
+        )
     return token_ids
 
 

@@ -50,14 +50,16 @@ class Vocabulary(msgspec.Struct, frozen=True):
 def read_vocabulary(folder: Path) -> Vocabulary:
     """Read tokenizer.json, tokenizer_config.json and generation_config.json of a checkpoint folder.
 
-    Raises StartupError if tokenizer.json is missing or not of a vocabulary kind.
+    Raises StartupError if tokenizer.json is missing, empty or not of a vocabulary kind.
     """
     tokenizer = _read(folder / "tokenizer.json", _TokenizerFile)
     if tokenizer is None:
         raise StartupError(f"{folder / 'tokenizer.json'} is missing: a checkpoint needs its tokenizer")
     token_ids = dict(tokenizer.model.vocab)
     token_ids.update({token.content: token.id for token in tokenizer.added_tokens})
-    return Vocabulary(max(token_ids.values(), default=-1) + 1, read_eos_token_ids(folder, token_ids.get))
+    if not token_ids:
+        raise StartupError(f"{folder / 'tokenizer.json'} has no tokens")
+    return Vocabulary(max(token_ids.values()) + 1, read_eos_token_ids(folder, token_ids.get))
 
 
 def read_eos_token_ids(folder: Path, token_id_of: Callable[[str], int | None]) -> tuple[int, ...]:

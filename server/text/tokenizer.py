@@ -63,8 +63,12 @@ class Tokenizer:
             raise StartupError(f"{path} is missing: a checkpoint needs its tokenizer")
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception for every kind of bad file
+        except (KeyboardInterrupt, SystemExit, TimeoutError):
+            raise
+        except BaseException as error:  # plain Exception for most bad files, the panic of its Rust code for some
             raise StartupError(f"cannot read {path}: {error}") from error
+        if not backend.get_vocab_size():
+            raise StartupError(f"{path} has no tokens")
         return cls(backend, read_text_config(folder), read_eos_token_ids(folder, backend.token_to_id))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

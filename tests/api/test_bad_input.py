@@ -4,6 +4,7 @@ The `service` fixture checks after each test that a plain request still gets the
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -221,6 +222,17 @@ def test_wrong_values_of_a_million_logit_biases_cost_nothing(service):
 def test_half_of_a_surrogate_pair_is_not_searched_for_in_a_huge_body(service):
     body = b'{"x": [' + b"[1]," * 100_000 + b'1], "inputs": "\\ud800"}'
     assert refused(service, "/generate", body)["error"].startswith("body: ")
+
+
+def test_a_text_whose_tokens_the_model_has_not_is_refused(start_service):
+    """The engine would die of the id, and its successors of the resubmission."""
+    service = start_service()
+    serving = service.app.state.serving
+    low, high = service.encode("a")[0], service.encode("z")[0]
+    facts = replace(serving.facts, vocab_size=(low + high) // 2)
+    service.app.state.serving = replace(serving, facts=facts)
+    for path, field in (("/generate", "inputs"), ("/generate_stream", "inputs"), ("/v1/completions", "prompt")):
+        assert f"{field}: the text holds token {high}" in json.dumps(refused(service, path, {field: "aza"}))
 
 
 @pytest.mark.parametrize("min_tokens", [0, 1])

@@ -199,7 +199,11 @@ def test_config_decides_about_start_and_end_tokens(
     assert tokenizer.encode("a") == [token_id for mark in expected for token_id in named[mark]]
 
 
-@pytest.mark.parametrize("content", [None, "", "{", "version https://git-lfs.github.com/spec/v1", "[]"])
+EMPTY = '{"added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}'
+PANIC = '{"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "model": {"type": "BPE"}}'
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "version https://git-lfs.github.com/spec/v1", "[]", EMPTY, PANIC])
 def test_unreadable_tokenizer_is_named(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
