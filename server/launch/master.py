@@ -110,10 +110,11 @@ def _bind(address: object, arbiter: Any) -> TCPSocket:
         raise StartupError(f"bind must be host:port, found {address}")
     kind: Any = TCP6Socket if ":" in address[0] else TCPSocket
     sockets: list[TCPSocket] = []
-    retry_briefly(
-        lambda: sockets.append(kind(address, arbiter.cfg, arbiter.log)),
-        f"cannot listen on {address[0]} port {address[1]} (server.host, server.port)",
-    )
+    failure = f"cannot listen on {address[0]} port {address[1]} (server.host, server.port)"
+    try:
+        retry_briefly(lambda: sockets.append(kind(address, arbiter.cfg, arbiter.log)), failure)
+    except (TypeError, ValueError) as error:  # what Python says of names that cannot be one
+        raise StartupError(f"{failure} ({error})") from error
     return sockets[0]
 
 

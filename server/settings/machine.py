@@ -25,9 +25,13 @@ _LIBCUDA = "libcuda.so.1"
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`num_cores` are those that this process may use: affinity and the control group's quota are counted."""
+    """`num_cores` are those that this process may use: affinity and the control group's quota are counted.
+
+    `memory_bytes` is what the machine has in all.
+    """
 
     num_cores: int
+    memory_bytes: int
     num_gpus: int
     libcuda_path: str | None
     has_torch: bool
@@ -42,6 +46,7 @@ def detect_machine(root: Path = Path("/")) -> Machine:
     """Look at this machine; `root` is another one's file system in tests and images."""
     return Machine(
         num_cores=min(len(os.sched_getaffinity(0)), quota_cores(root) or 1 << 30),
+        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         num_gpus=sum(1 for path in (root / "dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)),
         libcuda_path=find_libcuda(root, os.environ.get("LD_LIBRARY_PATH", "").split(":")),
         has_torch=find_spec("torch") is not None,

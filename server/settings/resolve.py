@@ -65,7 +65,7 @@ def resolve(settings: Settings, facts: ModelFacts, machine: Machine) -> Resolved
         served_name=settings.model.served_name or name_from_path(settings.model.path),
         max_model_len=_resolve_max_model_len(settings, facts),
         max_batched_tokens=_resolve_batched_tokens(settings),
-        kv_pool_bytes=_resolve_kv_pool(settings, device),
+        kv_pool_bytes=_resolve_kv_pool(settings, machine, device),
         stop_timeouts=stop_timeouts(settings.server),
     )
 
@@ -168,9 +168,12 @@ def _resolve_batched_tokens(settings: Settings) -> int:
     )
 
 
-def _resolve_kv_pool(settings: Settings, device: Device) -> int | None:
-    if settings.kv.pool_mib:
-        return settings.kv.pool_mib << 20
+def _resolve_kv_pool(settings: Settings, machine: Machine, device: Device) -> int | None:
+    wish_mib, memory_mib = settings.kv.pool_mib, machine.memory_bytes >> 20
+    if device == "cpu" and wish_mib > memory_mib:
+        raise StartupError(f"kv.pool_mib is {wish_mib}, but this machine has {memory_mib} MiB of memory: lower it")
+    if wish_mib:
+        return wish_mib << 20
     if device == "cuda":
         return None
     return _log_choice("kv.pool_mib", _CPU_POOL_MIB, "the default on a CPU") << 20

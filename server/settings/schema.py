@@ -45,10 +45,10 @@ class EngineSettings(_Section, frozen=True):
 
     backend: Literal["auto", "cuda", "torch"]
     device: Literal["auto", "cpu", "cuda"]
-    num_threads: Annotated[int, Meta(ge=0)]
+    num_threads: Annotated[int, Meta(ge=0, le=1024)]
     max_model_len: Annotated[int, Meta(ge=0)]
     max_num_requests: Annotated[int, Meta(ge=1, le=1024)]
-    max_batched_tokens: PositiveInt
+    max_batched_tokens: Annotated[int, Meta(ge=1, le=1 << 20)]
     max_waiting_requests: Annotated[int, Meta(ge=0)]
     max_waiting_tokens: Annotated[int, Meta(ge=0)]
     max_boot_attempts: PositiveInt

@@ -107,7 +107,7 @@ class ApiService:
         chosen = {"server.runtime_dir": str(folder), "model.path": "org/echo", "engine.watchdog_s": 0}
         chosen |= {name.replace("__", "."): value for name, value in overrides.items()}
         self.settings = load_settings("test", {}, chosen)
-        self.resolved = resolve(self.settings, FACTS, Machine(1, 0, None, True))
+        self.resolved = resolve(self.settings, FACTS, Machine(1, 1 << 34, 0, None, True))
         self.board = Board.create()
         self.board.started_at = time.monotonic()
         self.runner = EchoRunner()

@@ -114,6 +114,8 @@ def test_a_killed_master_s_leftovers_do_not_hinder_the_next_start(start: StartSe
         ({}, {"MODEL_SERVER_SERVER__PROT": "8000"}, "MODEL_SERVER_SERVER__PROT"),
         ({}, {"MODEL_SERVER_PROFILE": "demmo"}, "demmo"),
         ({"server.host": "203.0.113.7"}, {}, "203.0.113.7"),
+        ({"server.host": "two..dots"}, {}, "two..dots"),
+        ({"kv.pool_mib": 1 << 40}, {}, "kv.pool_mib"),
         ({"server.runtime_dir": "/proc/nowhere"}, {}, "/proc/nowhere"),
         ({"server.runtime_dir": "/tmp"}, {}, "writable by nobody else"),
         ({"server.runtime_dir": "/tmp/" + "x" * 90}, {}, "too long"),

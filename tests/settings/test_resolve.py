@@ -13,8 +13,8 @@ from server.settings.machine import Machine
 from server.settings.resolve import name_from_path, resolve, runtime_dir, stop_timeouts
 from tests.api.service import FACTS
 
-LAPTOP = Machine(num_cores=8, num_gpus=0, libcuda_path=None, has_torch=True)
-GPU_BOX = Machine(num_cores=16, num_gpus=2, libcuda_path="/usr/lib/libcuda.so.1", has_torch=True)
+LAPTOP = Machine(num_cores=8, memory_bytes=16 << 30, num_gpus=0, libcuda_path=None, has_torch=True)
+GPU_BOX = Machine(num_cores=16, memory_bytes=16 << 30, num_gpus=2, libcuda_path="/usr/lib/libcuda.so.1", has_torch=True)
 
 
 def resolved(machine=LAPTOP, facts=FACTS, **overrides):
@@ -32,6 +32,12 @@ def test_laptop_serves_on_all_its_cores():
     assert config.kv_pool_bytes == 256 << 20
     assert config.max_model_len == FACTS.max_position
     assert config.served_name == "demo"
+
+
+def test_a_kv_pool_larger_than_the_machine_is_refused():
+    with pytest.raises(StartupError, match=r"kv\.pool_mib is 16385, but this machine has 16384 MiB"):
+        resolved(kv__pool_mib=16385)
+    assert resolved(GPU_BOX, kv__pool_mib=16385).kv_pool_bytes == 16385 << 20
 
 
 def test_gpu_is_taken_where_there_is_one():
