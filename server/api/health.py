@@ -100,7 +100,8 @@ def _status(board: Board, stalled_after_s: float, now: float) -> Status:
     if board.stop != StopMode.NONE:
         return "draining"
     if board.model_state == ModelState.READY:
-        return "ready" if silent_s <= stalled_after_s else "stalled"  # an idle engine beats too
+        limit_s = max(stalled_after_s, board.longest_step_s)
+        return "ready" if silent_s <= limit_s else "stalled"  # an idle engine beats too
     if not board.ready_at:
         return "loading"
     return "recovering" if silent_s <= RECOVERY_LIMIT_S else "loading"

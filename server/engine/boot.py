@@ -42,7 +42,9 @@ def build_engine(service: Service) -> EngineLoop:
     ops = _build_operations(service, vocabulary, pool_bytes)
     runner = ModelRunner(service.checkpoint.facts, ops, vocabulary.eos_token_ids)
     limits = _scheduler_limits(service, ops.limits)
-    generate_two_tokens(runner, ops.limits, limits)
+    decode_s = generate_two_tokens(runner, ops.limits, limits)
+    if service.resolved.device == "cpu":  # a GPU's steps are far below any watchdog
+        service.board.longest_step_s = decode_s * limits.max_batched_tokens
     tables = BlockTables(ops.limits.num_blocks, ops.limits.block_size, service.settings.kv.prefix_cache)
     scheduler = Scheduler(tables, limits, vocabulary.eos_token_ids)
     _describe_on_board(service.board, ops.limits)
@@ -112,17 +114,23 @@ def _scheduler_limits(service: Service, limits: BatchLimits) -> SchedulerLimits:
     )
 
 
-def generate_two_tokens(runner: Runner, batch_limits: BatchLimits, limits: SchedulerLimits) -> None:
-    """A prefill and a decode through all that a request goes through, with a scheduler of their own."""
+def generate_two_tokens(runner: Runner, batch_limits: BatchLimits, limits: SchedulerLimits) -> float:
+    """A prefill and a decode through all that a request goes through, with a scheduler of their own.
+
+    Returns the seconds of the decode: alone, a token costs at least what it costs in any batch.
+    """
     tables = BlockTables(batch_limits.num_blocks, batch_limits.block_size, prefix_cache=False)
     scheduler = Scheduler(tables, limits, eos_token_ids=())
     refusal = scheduler.add(Submit(0, [0, 0], 2, SamplingParams(max_tokens=2, ignore_eos=True)))
     if refusal is not None:
         raise StartupError(f"not even a request of two tokens fits: {refusal.error}")
+    begin = time.monotonic()
     while (plan := scheduler.schedule()) is not None:
+        begin = time.monotonic()
         for output in scheduler.update(runner.submit(plan).wait()):
             if output.finish_reason == "error":
                 raise StartupError(f"the model computes no finite logits: {output.error}")
+    return time.monotonic() - begin
 
 
 def _describe_on_board(board: Board, limits: BatchLimits) -> None:

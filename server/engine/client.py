@@ -268,9 +268,10 @@ class EngineClient:
 
     async def _watch(self) -> None:
         """Kill an engine that has work and does not step. It reads the board, so a stalled loop here accuses nobody."""
-        board, limit_s = self._board, self._limits.watchdog_s
+        board = self._board
         while True:
-            await asyncio.sleep(limit_s / 10)
+            await asyncio.sleep(self._limits.watchdog_s / 10)
+            limit_s = max(self._limits.watchdog_s, board.longest_step_s)
             pid, beat = board.model_pid, board.engine_beat
             if board.model_state != ModelState.READY or time.monotonic() - beat <= limit_s:
                 continue

@@ -108,6 +108,7 @@ class Board(ctypes.Structure):
         ("num_arbiter_starts", ctypes.c_int64),
         ("arbiter_boot_attempts", ctypes.c_int64),
         ("ready_at", ctypes.c_double),
+        ("longest_step_s", ctypes.c_double),  # a bound on legal steps, which no watchdog may undercut
         ("engine_beat", ctypes.c_double),
         ("step", ctypes.c_int64),
         ("num_running", ctypes.c_int64),

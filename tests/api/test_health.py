@@ -48,6 +48,8 @@ def test_ready_needs_a_beating_engine(board):
     board.engine_beat = NOW - 11
     assert status_of(board) == "stalled"
     assert read_health(board, "m", 0, NOW).status == "stalled"  # without a watchdog too
+    board.longest_step_s = 1e6
+    assert status_of(board) == "ready"
 
 
 def test_crashed_engine_has_a_moment_to_come_back(board):

@@ -311,6 +311,22 @@ def test_the_board_shows_work_and_its_end(engines, board, with_client):
     with_client(scenario)
 
 
+def test_a_step_that_may_take_long_is_not_taken_for_a_stall(board, listener, monkeypatch):
+    killed = []
+    monkeypatch.setattr("os.kill", lambda pid, signal_number: killed.append(pid))
+    board.model_state, board.model_pid, board.ready_at = ModelState.READY, 4242, 1.0
+    board.engine_beat, board.longest_step_s = time.monotonic(), 0.6
+
+    async def main():
+        client = EngineClient(listener.getsockname(), board, ClientLimits(10, 100, watchdog_s=0.1))
+        await client.start()
+        await until(lambda: killed)
+        await client.close()
+        return time.monotonic() - board.engine_beat
+
+    assert asyncio.run(main()) > 0.6
+
+
 def test_an_engine_that_does_not_step_is_killed_and_one_that_idles_is_not(board, listener, monkeypatch):
     killed = []
     monkeypatch.setattr("os.kill", lambda pid, signal_number: killed.append((pid, int(signal_number))))
