@@ -34,6 +34,7 @@ class RuntimeDir:
         self.engine_socket = path / "engine.sock"
         self._address = path / "address"
         self._lock_fd = -1
+        self._folder_fd = -1
         self._is_locked = False
 
     @property
@@ -58,6 +59,9 @@ class RuntimeDir:
             f"server.runtime_dir {self.path} is in use by another instance",
         )
         self._is_locked = True  # what lies here is ours from now on, never before
+        # A lock on the folder itself keeps systemd-tmpfiles from removing old files in it.
+        self._folder_fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(self._folder_fd, fcntl.LOCK_SH)
         self._sweep()
         # Gunicorn's files go here too, so that two instances never meet. `gettempdir` has cached another answer.
         os.environ["TMPDIR"] = tempfile.tempdir = str(self.path)
@@ -67,6 +71,14 @@ class RuntimeDir:
         partial = self.path / "address.new"
         partial.write_text(f"[{host}]:{port}\n" if ":" in host else f"{host}:{port}\n")
         partial.replace(self._address)
+
+    def is_intact(self) -> bool:
+        """Whether lock and engine socket are where they were: without them no process could be replaced."""
+        try:
+            is_same = os.path.samestat((self.path / "lock").stat(), os.fstat(self._lock_fd))
+        except OSError:
+            return False
+        return is_same and self.engine_socket.exists()
 
     def release(self) -> None:
         """Remove everything but the lock, which ends with the process. Does nothing if it was never acquired."""

@@ -31,6 +31,7 @@ class Supervisor:
 
     def __init__(self, arbiter: Any, service: Service, loader: LoaderProcess, notifier: Notifier) -> None:
         self._board = service.board
+        self._folder = service.folder
         self._loader = loader
         self._notifier = notifier
         self._start_deadline = StartDeadline(service.board, service.settings.engine.load_deadline_s)
@@ -89,9 +90,10 @@ class Supervisor:
         logger.warning("SIGUSR2 refused: it would load the model twice; restart the service instead")
 
     def look_at_board(self) -> None:
-        """Raises HaltServer if a role asked for the end, or if the start has made no progress for too long."""
+        """Raises HaltServer if a role asked for the end, the start makes no progress, or the folder has gone."""
         self._start_deadline.check()
         self._raise_halt()
+        self._check_folder()
         self._announce()
 
     def _raise_halt(self) -> None:
@@ -99,6 +101,13 @@ class Supervisor:
         if board.halt_code and not board.stop:
             self._stop(StopMode.QUICK)
             raise HaltServer(board.halt_reason.decode(errors="replace"), board.halt_code)
+
+    def _check_folder(self) -> None:
+        """End in good time: who dies after the folder could not be replaced, and health would not know it."""
+        if not self._board.stop and not self._folder.is_intact():
+            self._stop(StopMode.DRAIN)
+            reason = f"server.runtime_dir {self._folder.path} was removed under the running service"
+            raise HaltServer(reason, ExitCode.ENGINE_FAILED)
 
     def _stop(self, mode: StopMode) -> None:
         self._board.raise_stop(mode)  # before any signal: whoever misses the signal reads this

@@ -1,3 +1,4 @@
+import fcntl
 import os
 import subprocess
 import sys
@@ -89,3 +90,28 @@ def test_a_link_in_place_of_the_folder_is_refused(folder: Path) -> None:
 def test_process_names_differ_per_folder(folder: Path) -> None:
     assert RuntimeDir(folder).proc_name != RuntimeDir(folder / "other").proc_name
     assert RuntimeDir(folder).proc_name == RuntimeDir(folder).proc_name
+
+
+def test_it_is_intact_until_it_or_its_socket_goes(folder: Path) -> None:
+    run = RuntimeDir(folder)
+    run.acquire()
+    run.engine_socket.touch()
+    assert run.is_intact()
+    run.engine_socket.unlink()
+    assert not run.is_intact()
+    folder.rename(folder.with_name("away"))
+    assert not run.is_intact()
+    other = RuntimeDir(folder)
+    other.acquire()
+    other.engine_socket.touch()
+    assert other.is_intact()
+    assert not run.is_intact()
+
+
+def test_its_folder_is_locked_against_cleaners(folder: Path) -> None:
+    run = RuntimeDir(folder)
+    run.acquire()
+    fd = os.open(folder, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(fd)

@@ -89,7 +89,7 @@ def test_of_several_failed_web_workers_only_the_first_ends_the_service(exit_code
     board = Board.create()
     arbiter = FailedWorkers(exit_code)
     settings = SimpleNamespace(engine=SimpleNamespace(load_deadline_s=10))
-    service = cast(Service, SimpleNamespace(board=board, settings=settings))
+    service = cast(Service, SimpleNamespace(board=board, settings=settings, folder=None))
     Supervisor(arbiter, service, cast(LoaderProcess, None), Notifier()).install(arbiter)
     with pytest.raises(HaltServer) as halt:
         arbiter.reap_workers()

@@ -1,11 +1,14 @@
 """One process dies; the service lives on, or ends with the reason."""
 
 import os
+import resource
+import shutil
 import signal
 
 import pytest
 
-from server.launch.board import Board, ModelState
+from server.launch.board import Board, ExitCode, ModelState
+from server.settings.machine import detect_machine
 from tests.process.conftest import StartService
 from tests.process.harness import ProcessService, TokenStream, children
 
@@ -55,6 +58,19 @@ def test_streams_survive_the_death_of_the_dirty_arbiter(start: StartService) -> 
     board = wait_engine(service, 2)
     assert board.num_arbiter_starts == 2
     assert old.model_pid not in service.processes()
+
+
+def test_a_removed_runtime_folder_ends_the_service_after_its_streams(start: StartService) -> None:
+    """Without it no dead process could be replaced: health said 200 while every request hung."""
+    service = start().wait_ready()
+    stream = TokenStream(service, NUM_TOKENS, "the sea").start().wait_for_tokens(20)
+    shutil.rmtree(service.runtime_dir)
+    ended = service.end()
+    assert ended.exit_code == ExitCode.ENGINE_FAILED, service.log
+    assert ended.survivors == ()
+    assert stream.finish().is_complete, stream
+    assert str(service.runtime_dir) in service.log.splitlines()[-1]
+    assert "Traceback" not in service.log
 
 
 def test_an_arbiter_killed_while_it_imports_is_replaced(start: StartService) -> None:
@@ -119,7 +135,9 @@ def test_a_model_worker_that_keeps_dying_while_it_starts_ends_the_service(start:
 
 
 def test_an_engine_that_cannot_start_ends_the_service_with_the_reason(start: StartService) -> None:
-    service = start(kv__pool_mib=1 << 30, engine__max_boot_attempts=2)
+    memory_bytes = detect_machine().memory_bytes
+    service = start(kv__pool_mib=memory_bytes >> 20, engine__max_boot_attempts=2)
+    resource.prlimit(service.pid, resource.RLIMIT_AS, (memory_bytes, memory_bytes))  # the pool is all of it
     ended = service.end()
     assert ended.exit_code == 3, service.log
     assert (ended.survivors, ended.files) == ((), ())
