@@ -1,5 +1,7 @@
 """The `model-server` command. Parses arguments and hands over; each command's work is in the module beside it."""
 
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +13,7 @@ from server.errors import ServerError
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 _EXIT_PERMANENT = 4
+_EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
 @app.callback()
@@ -62,6 +65,8 @@ def make_model(
 
 def _run(command: Callable[[], object]) -> None:
     """Run a command; a fault of the user's becomes one line and exit code 4."""
+    # SIGTERM leaves nothing half-written behind, as Ctrl-C does. Becoming gunicorn puts its default back.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_EXIT_TERMINATED))
     try:
         command()
     except ServerError as error:
