@@ -1,4 +1,3 @@
-import os
 import subprocess
 import sys
 
@@ -66,13 +65,29 @@ def test_the_stop_only_rises_and_keeps_its_begin() -> None:
     assert (board.stop, board.stop_at) == (StopMode.QUICK, begin)
 
 
+HOLDER = """
+from server.launch.board import Board
+board = Board.create()
+for port in (1234, 5):
+    board.port = port
+    print(port, flush=True)
+    input()
+"""
+
+
 def test_a_snapshot_is_a_copy_of_the_board_of_another_process() -> None:
-    board = Board.create()
-    board.port = 1234
-    copy = Board.snapshot(os.getpid())
-    assert copy is not None
-    board.port = 5
-    assert copy.port == 1234
+    command = [sys.executable, "-c", HOLDER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "1234\n"
+        copy = Board.snapshot(holder.pid)
+        holder.stdin.write("\n")
+        holder.stdin.flush()
+        assert holder.stdout.readline() == "5\n"
+        assert copy is not None
+        assert copy.port == 1234
+        holder.communicate("\n")
 
 
 def test_there_is_no_snapshot_of_a_process_without_a_board() -> None:
