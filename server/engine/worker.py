@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 5.0
+_SHORT_LIFE_S = 1.0
 
 
 class ModelWorker(DirtyApp):
@@ -82,7 +83,7 @@ def run_engine(service: Service) -> None:
 
 def _build_and_run(service: Service) -> None:
     board = service.board
-    time.sleep(backoff_s(board.boot_attempts))
+    time.sleep(max(backoff_s(board.boot_attempts), pause_after_short_life_s(time.monotonic() - board.ready_at)))
     with board.stage(Role.MODEL, "engine"):
         engine = build_engine(service)
     board.engine_beat = board.ready_at = time.monotonic()
@@ -96,6 +97,11 @@ def _build_and_run(service: Service) -> None:
 def backoff_s(attempt: int) -> float:
     """Pause before the n-th attempt in a row: none before the first, then 0.2 s, doubling, at most 5 s."""
     return min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (attempt - 2)) if attempt > 1 else 0.0
+
+
+def pause_after_short_life_s(age_s: float) -> float:
+    """Pause when the last engine was ready `age_s` ago: a request that kills every engine must not spin them."""
+    return _FIRST_BACKOFF_S if age_s < _SHORT_LIFE_S else 0.0
 
 
 def _halt(board: Board, code: ExitCode, reason: str) -> None:
