@@ -93,7 +93,9 @@ def _layers(profile: str, environ: Mapping[str, str], overrides: Mapping[str, ob
     if config_path := environ.get(CONFIG_VARIABLE):
         yield _read_toml(Path(config_path))
     yield from _environment_layers(environ)
-    yield from _override_layers(OVERRIDES_VARIABLE, _parse_overrides(environ.get(OVERRIDES_VARIABLE) or "{}"))
+    yield from _override_layers(
+        f"command line ({OVERRIDES_VARIABLE})", _parse_overrides(environ.get(OVERRIDES_VARIABLE) or "{}")
+    )
     yield from _override_layers("command line", overrides)
 
 
@@ -204,5 +206,8 @@ def _nearest(name: str, candidates: Iterable[str]) -> str:
     """`, did you mean X?`, or nothing when no name is near."""
     from difflib import get_close_matches  # needed only on the way to a refusal
 
-    matches = get_close_matches(name, list(candidates), n=1, cutoff=0.6)
+    candidates = list(candidates)
+    field = name.removeprefix(_PREFIX)
+    without_section = [candidate for candidate in candidates if candidate.endswith((f".{field}", f"__{field}"))]
+    matches = without_section or get_close_matches(name, candidates, n=1, cutoff=0.6)
     return f", did you mean {matches[0]}?" if matches else ""

@@ -66,7 +66,10 @@ def test_settings_are_frozen():
     ("environ", "expected"),
     [
         ({"MODEL_SERVER_SERVER__PRT": "1"}, ["MODEL_SERVER_SERVER__PRT", "did you mean MODEL_SERVER_SERVER__PORT?"]),
-        ({"MODEL_SERVER_PORT": "9000"}, ["MODEL_SERVER_PORT is not a setting"]),
+        (
+            {"MODEL_SERVER_PORT": "9000"},
+            ["MODEL_SERVER_PORT is not a setting", "did you mean MODEL_SERVER_SERVER__PORT?"],
+        ),
         ({"MODEL_SERVER_SEVER__PORT": "1"}, ["did you mean MODEL_SERVER_SERVER__PORT?"]),
         ({"MODEL_SERVER_PROFIL": "demo"}, ["did you mean MODEL_SERVER_PROFILE?"]),
         ({"MODEL_SERVER_PROFILE": "dmo"}, ["'dmo' does not exist", "did you mean demo?", "demo, h200, test"]),
