@@ -24,10 +24,13 @@ def main() -> None:
 @app.command()
 def serve(
     model: Annotated[str, typer.Argument(help="folder, hub cache folder or hub id; empty: what the profile says")] = "",
-    profile: Annotated[str, typer.Option(help="name of a file in config/profiles")] = "",
-    host: Annotated[str, typer.Option(help="address to listen on")] = "",
-    port: Annotated[int | None, typer.Option(help="port to listen on; 0: any free one")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="any setting")] = None,
+    profile: Annotated[str, typer.Option(help="name of a file in config/profiles; empty: demo")] = "",
+    host: Annotated[str, typer.Option(help="address to listen on; empty: 127.0.0.1, this machine only")] = "",
+    port: Annotated[int | None, typer.Option(help="port to listen on; 0: any free one; not given: 8000")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="any setting of config/base.toml; may be repeated"),
+    ] = None,
 ) -> None:
     """Serve a model: replaces this process by gunicorn, so signals reach its master."""
     from server.cli.serve import exec_gunicorn
