@@ -22,7 +22,8 @@ def main(hub_id: str, revision: str, cache: str) -> int:
     try:
         folder = snapshot_download(hub_id, revision=revision, cache_dir=cache, allow_patterns=PATTERNS)
     except Exception as error:
-        logger.exception("download of %s failed", hub_id)
+        if not isinstance(error, OSError):  # no network, no such model, no access, no space: the reason says it all
+            logger.exception("download of %s failed", hub_id)
         first_line = (str(error).strip() or "no reason given").splitlines()[0]
         sys.stdout.write(f"{type(error).__name__}: {first_line}\n")
         return 1
