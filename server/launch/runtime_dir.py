@@ -56,7 +56,7 @@ class RuntimeDir:
             raise StartupError(f"server.runtime_dir {self.path} cannot be used: {error.strerror}") from error
         retry_briefly(
             lambda: fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB),
-            f"server.runtime_dir {self.path} is in use by another instance",
+            f"server.runtime_dir {self.path} is in use by another instance; stop it, or choose another port (--port)",
         )
         self._is_locked = True  # what lies here is ours from now on, never before
         # A lock on the folder itself keeps systemd-tmpfiles from removing old files in it.
