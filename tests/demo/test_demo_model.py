@@ -12,6 +12,8 @@ from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 from scripts.demo import measures
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models/demo"
 DATA = ROOT / "tests/data"

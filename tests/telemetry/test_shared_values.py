@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 from server.telemetry.shared_values import MAX_ROWS, SharedValues
 
 
@@ -16,6 +18,7 @@ def in_child(work):
     os.waitpid(pid, 0)
 
 
+@pytest.mark.slow
 def test_what_dead_processes_added_stays_whatever_their_number():
     values = SharedValues()
     first, second = values.new_value(), values.new_value()
