@@ -1,0 +1,203 @@
+"""The one narrow door to a GPU: everything that the cuda backend and the loader ask of it.
+
+`nvidia.py` is the implementation on the driver API and cuBLAS. Tests have a second, true one in host memory. Addresses
+and handles are plain integers. What ends in `_async` returns before it has happened. Errors of an asynchronous call may
+surface in any later one. Every method raises `DriverError`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NewType, Protocol
+
+from server.errors import EngineDead
+from server.ops.cuda.buffer import Buffer
+
+Stream = NewType("Stream", int)
+Event = NewType("Event", int)
+Graph = NewType("Graph", int)
+
+
+class DriverError(EngineDead):
+    """A call failed; the context may be unusable from here on. `code` is the driver's or library's number."""
+
+    def __init__(self, call: str, code: int, name: str) -> None:
+        super().__init__(f"{call}: {name} ({code})")
+        self.call, self.code, self.name = call, code, name
+
+
+class OutOfDeviceMemory(DriverError):
+    """An allocation does not fit. The context is as good as before."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """`arch` is the compute capability as in "sm_90"; `granularity` what sizes of shareable memory are multiples of."""
+
+    name: str
+    arch: str
+    num_multiprocessors: int
+    total_bytes: int
+    granularity: int
+    can_share_memory: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One run-time argument of a kernel, by its type in Triton's notation: "*bf16", "*fp32", "i32", "i64", "fp32".
+
+    `alignment`: of what the compiled code assumes the address or number to be a multiple (1: of nothing).
+    """
+
+    name: str
+    type: str
+    alignment: int
+
+
+@dataclass(frozen=True, slots=True)
+class KernelImage:
+    """One compiled variant of a kernel, as kernels/manifest.json lists it.
+
+    source: "module:function" below server.kernels; constants: its constexpr arguments; path: cubin, or PTX.
+    """
+
+    name: str
+    source: str
+    constants: dict[str, int | float | bool | str]
+    parameters: tuple[Parameter, ...]
+    entry: str
+    num_warps: int
+    shared_bytes: int
+    path: Path
+
+
+class Function(Protocol):
+    """A kernel that is loaded."""
+
+    @property
+    def image(self) -> KernelImage: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedMemory:
+    """Page-locked host memory, seen by host code as `view` and by copies as `address`."""
+
+    address: int
+    view: memoryview
+
+
+class Driver(Protocol):
+    """One GPU's primary context. Safe for several threads, each of which called `attach_thread` first."""
+
+    @property
+    def facts(self) -> DeviceFacts: ...
+
+    def attach_thread(self) -> None:
+        """Make the context current in this thread."""
+        ...
+
+    def memory_info(self) -> tuple[int, int]:
+        """(free, total) bytes."""
+        ...
+
+    # Memory
+
+    def allocate(self, num_bytes: int) -> int:
+        """Device memory for as long as the process lives or until `free`. Raises OutOfDeviceMemory."""
+        ...
+
+    def free(self, address: int) -> None: ...
+
+    def allocate_pinned(self, num_bytes: int) -> PinnedMemory: ...
+
+    def free_pinned(self, memory: PinnedMemory) -> None: ...
+
+    def create_shareable(self, num_bytes: int) -> int:
+        """A file descriptor (closed on exec) that holds device memory of `num_bytes`, a multiple of the granularity.
+
+        The memory lives as long as any process holds the descriptor or a mapping. Raises OutOfDeviceMemory.
+        """
+        ...
+
+    def map_shareable(self, fd: int, num_bytes: int, *, writable: bool) -> int:
+        """Address of the memory behind `fd`, which stays the caller's. Read-only mappings fault on a write."""
+        ...
+
+    def unmap(self, address: int, num_bytes: int) -> None: ...
+
+    # Order
+
+    def create_stream(self) -> Stream: ...
+
+    def create_event(self) -> Event: ...
+
+    def record(self, event: Event, stream: Stream) -> None: ...
+
+    def is_done(self, event: Event) -> bool:
+        """Whether what was recorded last is over; true for an event never recorded."""
+        ...
+
+    def wait(self, event: Event) -> None:
+        """Block this thread until the event is done."""
+        ...
+
+    def wait_on_stream_async(self, event: Event, stream: Stream) -> None:
+        """Work issued to `stream` from now on waits for the event."""
+        ...
+
+    def synchronize(self, stream: Stream) -> None:
+        """Block this thread until the stream is empty."""
+        ...
+
+    # Copies; host addresses are of pinned memory
+
+    def copy_to_device_async(self, dest: int, source: int, num_bytes: int, stream: Stream) -> None: ...
+
+    def copy_to_host_async(self, dest: int, source: int, num_bytes: int, stream: Stream) -> None: ...
+
+    def copy_on_device_async(self, dest: int, source: int, num_bytes: int, stream: Stream) -> None: ...
+
+    def fill_async(self, dest: int, value: int, num_bytes: int, stream: Stream) -> None:
+        """Every byte becomes `value`."""
+        ...
+
+    # Kernels
+
+    def load(self, image: KernelImage) -> Function:
+        """Load one compiled kernel, so that a launch of it loads nothing."""
+        ...
+
+    def launch_async(
+        self, function: Function, grid: tuple[int, int, int], values: Sequence[int | float], stream: Stream
+    ) -> None:
+        """Run `function` on `grid`; `values` in the order of its parameters, addresses as integers."""
+        ...
+
+    # GEMM
+
+    def gemm_async(
+        self, x: Buffer, weight: Buffer, bias: Buffer | None, out: Buffer, workspace: Buffer, stream: Stream
+    ) -> None:
+        """out [m, n] = x [m, k] @ weight [n, k].T + bias [n], summed in fp32 and rounded once to out's dtype.
+
+        x and weight are both bf16 or both fp16; out is of that dtype or fp32. m may be 0.
+        """
+        ...
+
+    # Graphs
+
+    def begin_capture(self, stream: Stream) -> None:
+        """What is issued to `stream` from now on is recorded, not run. Captures of other threads are not disturbed."""
+        ...
+
+    def end_capture(self, stream: Stream) -> Graph:
+        """The recorded work, ready to be launched as often as wanted."""
+        ...
+
+    def abandon_capture(self, stream: Stream) -> None:
+        """End a capture in which a call failed; nothing is left of it."""
+        ...
+
+    def launch_graph_async(self, graph: Graph, stream: Stream) -> None: ...
+
+    def destroy_graph(self, graph: Graph) -> None: ...
