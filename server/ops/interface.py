@@ -9,16 +9,19 @@ waits for the device, and none looks at device values to decide what to launch, 
     decoder.forward(act)              embed .. logits
     ops.sample(act.logits)            ids stay on the device
     ops.fetch_tokens()                a copy to the host is under way
+
+What lies between begin_step and fetch_tokens can be recorded once per number of requests and replayed (`capture`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NewType, Protocol, TypeVar
 
 from server.ops.sampling import SamplingUse, SlotSampling
 
 BufferT = TypeVar("BufferT")
+StepGraph = NewType("StepGraph", int)  # a recorded step, by its number in the backend that recorded it
 ON_HOST = -1  # in StepInputs.token_slots: the token id is in token_ids
 
 
@@ -169,6 +172,11 @@ class Operations(Protocol[BufferT]):
         """The model's tensors by the names of weights/layout."""
         ...
 
+    @property
+    def max_graph_requests(self) -> int:
+        """The largest step that `capture` takes; 0: recording saves nothing on this backend."""
+        ...
+
     def execution_context(self) -> AbstractContextManager[None]:
         """What must surround every call below."""
         ...
@@ -227,4 +235,21 @@ class Operations(Protocol[BufferT]):
 
     def fetch_tokens(self) -> PendingTokens:
         """Start the copy of what `sample` chose."""
+        ...
+
+    def capture(self, shape: StepShape, run: Callable[[Activations[BufferT]], None]) -> StepGraph:
+        """Record, without running it, what `run` issues for a step of `shape`: forward and sample, no upload, no fetch.
+
+        All chunks are decodes, and all sample. Of the shape only their number is recorded: not the requests, their
+        lengths nor their SamplingUse. A step of that number must have run before, so that whatever is loaded at first
+        use is loaded. It may be called between begin_step and fetch_tokens of such a step, or between two steps.
+        """
+        ...
+
+    def replay(self, graph: StepGraph, shape: StepShape) -> None:
+        """Issue a recorded step, instead of `run`, for the step begun last, whose shape has as many chunks.
+
+        Rows that stand for no request are those of a chunk of token 0 at position 0 in block 0, whose sample goes to
+        slot `max_num_requests`.
+        """
         ...

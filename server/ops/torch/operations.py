@@ -4,7 +4,7 @@ Sums, norms, rotations, softmax, residual and logits are in fp32 whatever the mo
 once. Owns the KV pool, the activations and the slots' device state.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from server.models.facts import ModelFacts
-from server.ops.interface import Activations, BatchLimits, Linear, SampledTokens, StepInputs, StepShape
+from server.ops.interface import Activations, BatchLimits, Linear, SampledTokens, StepGraph, StepInputs, StepShape
 from server.ops.sampling import SlotSampling
 from server.ops.torch.attention import AttentionTile, allocate_workspace, paged_attention, plan_tiles
 from server.ops.torch.rotary import Rotation, rotate, rotation_at
@@ -51,6 +51,8 @@ class TorchPendingTokens:
 class TorchOperations:
     """Implements ops/interface.Operations on tensors. Made by backend.create_backend."""
 
+    max_graph_requests = 0  # a recorded step would save no time here: what it ran is called again
+
     def __init__(
         self,
         facts: ModelFacts,
@@ -74,13 +76,14 @@ class TorchOperations:
         pool_shape = (facts.num_layers, 2, limits.num_blocks * limits.block_size, facts.num_kv_heads, facts.head_dim)
         self.kv_pool = torch.zeros(pool_shape, dtype=TORCH_DTYPES[facts.dtype], device=device)
         self._workspace = allocate_workspace(limits, facts.num_kv_heads, facts.head_dim, like=self.kv_pool)
-        self._slots = SlotTable(limits.max_num_requests, facts.vocab_size, device)
+        self._slots = SlotTable(limits.max_num_requests + 1, facts.vocab_size, device)  # one for rows of no request
         self._staging = Staging(limits, device)
         self._shape: StepShape
         self._rotation: Rotation
         self._tiles: list[AttentionTile]
         self._token_ids: Tensor
         self._kv_rows: Tensor
+        self._recorded: list[Callable[[Activations[Tensor]], None]] = []
         self._no_samples = torch.empty(3, 0, dtype=torch.int32, device=device)
         self._sampled = self._no_samples
 
@@ -201,6 +204,15 @@ class TorchOperations:
     def fetch_tokens(self) -> TorchPendingTokens:
         """Start the copy of what `sample` chose."""
         return TorchPendingTokens(self._sampled)
+
+    def capture(self, shape: StepShape, run: Callable[[Activations[Tensor]], None]) -> StepGraph:
+        """Remember `run`."""
+        self._recorded.append(run)
+        return StepGraph(len(self._recorded) - 1)
+
+    def replay(self, graph: StepGraph, shape: StepShape) -> None:
+        """Call what was remembered."""
+        self._recorded[graph](self._first_rows(shape.num_tokens, shape.num_samples))
 
     def _groups(self, qkv: Tensor) -> Tensor:
         """[tokens, kv_heads, query heads of the group + k + v, head_dim]."""

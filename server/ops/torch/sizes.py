@@ -26,7 +26,7 @@ def _buffer_bytes(facts: ModelFacts, limits: BatchLimits) -> int:
     per_sample = facts.hidden_size * item + facts.vocab_size * (_FP32_BYTES + 1)
     inputs = sum(input_sizes(limits).values()) * 4
     gathered = max(MAX_GATHERED_TOKENS, limits.max_model_len) * 2 * facts.num_kv_heads * facts.head_dim * item
-    return limits.max_batched_tokens * per_token + limits.max_num_requests * per_sample + inputs + gathered
+    return limits.max_batched_tokens * per_token + (limits.max_num_requests + 1) * per_sample + inputs + gathered
 
 
 def _plan_bytes(facts: ModelFacts, limits: BatchLimits) -> int:
