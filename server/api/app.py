@@ -12,7 +12,7 @@ from server.api.errors import add_error_handlers
 from server.api.limits import BodyLimit, RequestIds
 from server.api.serving import Serving
 from server.engine.client import ClientLimits, EngineClient
-from server.launch.board import Board
+from server.launch.board import Board, Role
 from server.settings.resolve import ResolvedConfig
 from server.settings.schema import Settings
 from server.telemetry.metrics import RequestMetrics
@@ -29,7 +29,9 @@ def create_app(
 
     Reads the tokenizer (0.4 s for a large vocabulary) and raises StartupError if it cannot be used.
     """
+    board.begin_stage(Role.MASTER, "tokenizer")
     tokenizer = Tokenizer.from_folder(checkpoint.folder)
+    board.begin_stage(Role.MASTER, "routes")
     if tokenizer.num_token_ids > checkpoint.facts.vocab_size:
         logger.warning(
             "the tokenizer has %d tokens, the model %d: prompts with the others are refused",

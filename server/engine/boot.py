@@ -14,7 +14,7 @@ from server.engine.peers import Peers
 from server.errors import EngineDead, StartupError
 from server.kv.block_tables import BlockTables
 from server.kv.sizing import DeviceMemory, count_blocks, pool_bytes_on_device, resolve_max_model_len
-from server.launch.board import Board, LoaderState
+from server.launch.board import Board, LoaderState, Role
 from server.launch.service import Service
 from server.models.vocabulary import Vocabulary, read_vocabulary
 from server.ops.interface import BatchLimits, Operations
@@ -36,20 +36,26 @@ def import_backend(backend: str) -> None:
 
 def build_engine(service: Service) -> EngineLoop:
     """An engine that has generated a token. Raises StartupError for what no restart can mend, else EngineDead."""
+    board = service.board
+    board.begin_stage(Role.MODEL, "vocabulary")
     vocabulary = read_vocabulary(service.checkpoint.folder)
+    board.begin_stage(Role.MODEL, "context")
     pool_bytes = _pool_bytes(service)
-    wait_for_weights(service.board)
+    board.begin_stage(Role.MODEL, "wait for weights")
+    wait_for_weights(board)
+    board.begin_stage(Role.MODEL, "pool")
     ops = _build_operations(service, vocabulary, pool_bytes)
     runner = ModelRunner(service.checkpoint.facts, ops, vocabulary.eos_token_ids)
     limits = _scheduler_limits(service, ops.limits)
+    board.begin_stage(Role.MODEL, "first token")
     decode_s = generate_two_tokens(runner, ops.limits, limits)
     if service.resolved.device == "cpu":  # a GPU's steps are far below any watchdog
-        service.board.longest_step_s = decode_s * limits.max_batched_tokens
+        board.longest_step_s = decode_s * limits.max_batched_tokens
     tables = BlockTables(ops.limits.num_blocks, ops.limits.block_size, service.settings.kv.prefix_cache)
     scheduler = Scheduler(tables, limits, vocabulary.eos_token_ids)
-    _describe_on_board(service.board, ops.limits)
+    _describe_on_board(board, ops.limits)
     peers = Peers(service.engine_listener, os.getpid())
-    return EngineLoop(peers, scheduler, runner, service.board, service.settings.server.drain_limit_s)
+    return EngineLoop(peers, scheduler, runner, board, service.settings.server.drain_limit_s)
 
 
 def wait_for_weights(board: Board) -> None:

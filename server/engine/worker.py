@@ -17,6 +17,7 @@ from gunicorn.dirty.app import DirtyApp
 from server.engine.boot import build_engine
 from server.errors import StartupError
 from server.launch.board import Board, ExitCode, ModelState, Role, StopMode
+from server.launch.fork_check import forked_at
 from server.launch.parent_death import die_with_parent
 from server.launch.service import Service, current_service
 from server.launch.supervisor import wake_master
@@ -41,6 +42,8 @@ class ModelWorker(DirtyApp):
         self._service = current_service()
         board = self._service.board
         die_with_parent(board.arbiter_pid)
+        board.begin_life(Role.MODEL, forked_at())
+        board.begin_stage(Role.MODEL, "process")
         configure_logging("model", self._service.settings.server.log_level)
         board.model_pid = os.getpid()
         board.engine_beat = time.monotonic()
@@ -83,9 +86,12 @@ def run_engine(service: Service) -> None:
 
 def _build_and_run(service: Service) -> None:
     board = service.board
-    time.sleep(max(backoff_s(board.boot_attempts), pause_after_short_life_s(time.monotonic() - board.ready_at)))
-    with board.stage(Role.MODEL, "engine"):
-        engine = build_engine(service)
+    pause_s = max(backoff_s(board.boot_attempts), pause_after_short_life_s(time.monotonic() - board.ready_at))
+    if pause_s:
+        board.begin_stage(Role.MODEL, "back-off")
+        time.sleep(pause_s)
+    engine = build_engine(service)
+    board.mark_ready(Role.MODEL)
     board.engine_beat = board.ready_at = time.monotonic()
     board.boot_attempts = board.arbiter_boot_attempts = 0
     board.num_engine_starts += 1

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from enum import IntEnum
 from pathlib import Path
 
+from server.launch.stages import Stage, Track
+
 MAX_EXECUTING = 1024
-STAGES_PER_ROLE = 16
 _TEXT_BYTES = 512
 _MEMFD_NAME = "model-server-board"
 
@@ -29,7 +30,7 @@ class ExitCode(IntEnum):
 
 
 class Role(IntEnum):
-    """Who writes: each role has its own rows of the timeline, so claiming one needs no lock.
+    """Who writes: each role has its own track of the timeline, so claiming a row needs no lock.
 
     At most one process per role writes rows at a time: of the web workers only the first one ever forked does.
     """
@@ -66,18 +67,6 @@ class StopMode(IntEnum):
     QUICK = 2
 
 
-class Stage(ctypes.Structure):
-    """One row of the start-up timeline. `end` 0: still running."""
-
-    _fields_ = [
-        ("role", ctypes.c_char * 16),
-        ("name", ctypes.c_char * 32),
-        ("begin", ctypes.c_double),
-        ("end", ctypes.c_double),
-        ("num_bytes", ctypes.c_int64),
-    ]
-
-
 class Board(ctypes.Structure):
     """The fields, by writer. Use `Board.create()` in the master; forks inherit it."""
 
@@ -85,6 +74,7 @@ class Board(ctypes.Structure):
     stop_at: float
     halt_code: int
     halt_reason: bytes
+    reaped_at: float
     _fields_ = [
         # master
         ("started_at", ctypes.c_double),
@@ -127,9 +117,16 @@ class Board(ctypes.Structure):
         # whoever forks: counts forks that broke the rules (a second thread, CUDA touched)
         ("num_forks", ctypes.c_int64),
         ("num_bad_forks", ctypes.c_int64),
-        # start-up timeline: role r owns the rows from r * STAGES_PER_ROLE on, and its own counter
-        ("num_stages", ctypes.c_int64 * len(Role)),
-        ("stages", Stage * (len(Role) * STAGES_PER_ROLE)),
+        # decode graphs of the running model worker: captured, and wanted in all (0: it uses none)
+        ("num_graphs", ctypes.c_int64),
+        ("num_graphs_wanted", ctypes.c_int64),
+        # start-up timeline, one track per role: the service's start, and the last replacement of a dead process
+        ("web_ready_at", ctypes.c_double),  # the first web worker that listened
+        ("lost_at", ctypes.c_double),  # last sign of life of the model worker that died last
+        ("reaped_at", ctypes.c_double),  # when its parent, or its parent's parent, took notice
+        ("start", Track * len(Role)),
+        ("restart", Track * len(Role)),
+        ("has_restarted", ctypes.c_int64 * len(Role)),
     ]
 
     @classmethod
@@ -168,26 +165,54 @@ class Board(ctypes.Structure):
             self.stop_at = time.monotonic()
         self.stop = max(self.stop, mode)
 
-    def begin_stage(self, role: Role, name: str) -> Stage | None:
-        """Claim a timeline row; None when the role's rows are used up (later restarts are not start-up)."""
-        index = self.num_stages[role]
-        if index >= STAGES_PER_ROLE:
-            return None
-        stage: Stage = self.stages[role * STAGES_PER_ROLE + index]
-        stage.role, stage.name = role.name.lower().encode(), name.encode()[:31]
-        stage.begin, stage.end, stage.num_bytes = time.monotonic(), 0.0, 0
-        self.num_stages[role] = index + 1  # last: a reader never sees a half-written row
-        return stage
+    def begin_life(self, role: Role, forked_at: float) -> None:
+        """A new process of `role` speaks for the first time. Its first stage is "fork", begun by its parent.
+
+        Before the service was ready this goes on with the rows of the start. Later it is a restart: its rows replace
+        those of the last one, begin with the loss, and go on over failed attempts.
+        """
+        reaped_at = self.reaped_at if role in (Role.ARBITER, Role.MODEL) else 0.0
+        if self.ready_at and (not self.has_restarted[role] or self.restart[role].ready_at):
+            self.has_restarted[role] = 1
+            self.restart[role].reset()
+            if reaped_at:
+                self.begin_stage(role, "dying", self.lost_at)
+        if reaped_at:
+            self.begin_stage(role, "respawn", reaped_at)
+            self.reaped_at = 0.0
+        self.begin_stage(role, "fork", forked_at)
+
+    def note_loss(self) -> None:
+        """Whoever reaps a model worker or its arbiter: the moment, for the successor's timeline."""
+        self.lost_at, self.reaped_at = self.engine_beat, time.monotonic()
+
+    def track(self, role: Role) -> Track:
+        """Where `role` writes at the moment."""
+        track: Track = (self.restart if self.has_restarted[role] else self.start)[role]
+        return track
+
+    def begin_stage(self, role: Role, name: str, at: float = 0.0) -> Stage | None:
+        """End the role's running stage and begin the next; None when its start is over or its rows are used up."""
+        return self.track(role).begin(role.name.lower(), name, at)
 
     @contextlib.contextmanager
     def stage(self, role: Role, name: str) -> Iterator[Stage | None]:
-        """A timeline row around a block of code. It stays unfinished if the block raises."""
+        """A timeline row around a block of code. It stays unfinished if the block raises. They do not nest."""
         stage = self.begin_stage(role, name)
         yield stage
-        if stage is not None:
+        if stage is not None and not stage.end:
             stage.end = time.monotonic()
 
+    def mark_ready(self, role: Role) -> None:
+        """The role's start is over; its stages from now on get no rows."""
+        self.track(role).mark_ready()
+
     def timeline(self) -> list[Stage]:
-        """All rows claimed so far, in the order of their begin."""
-        rows = [self.stages[role * STAGES_PER_ROLE + index] for role in Role for index in range(self.num_stages[role])]
+        """All rows of the service's start so far, in the order of their begin."""
+        rows = [stage for track in self.start for stage in track.rows()]
         return sorted(rows, key=lambda stage: float(stage.begin))
+
+    @property
+    def num_stages_begun(self) -> int:
+        """Of all roles, restarts included: it moves whenever anybody does."""
+        return sum(track.num_stages for tracks in (self.start, self.restart) for track in tracks)

@@ -11,6 +11,7 @@ from typing import Any
 
 from server.errors import StartupError
 from server.launch.board import Board, ExitCode, ModelState, Role
+from server.launch.fork_check import forked_at
 from server.launch.parent_death import die_with_parent
 from server.launch.service import Service, current_service
 from server.launch.supervisor import wake_master
@@ -42,6 +43,8 @@ def on_dirty_starting(arbiter: Any) -> None:
 
 def _prepare(arbiter: Any, service: Service) -> None:
     board = service.board
+    board.begin_life(Role.ARBITER, forked_at())
+    board.begin_stage(Role.ARBITER, "process")
     board.arbiter_pid = os.getpid()
     board.model_state, board.model_pid = ModelState.NONE, 0  # its model worker died with the previous arbiter
     board.num_arbiter_starts += 1
@@ -53,11 +56,12 @@ def _prepare(arbiter: Any, service: Service) -> None:
         )
     for listener in service.http_listeners:  # else connections would hang in them after the web side has closed
         listener.close()
-    with board.stage(Role.ARBITER, "imports"):
-        import server.engine.worker  # noqa: F401 (compiled and imported once, for every model worker)
-        from server.engine.boot import import_backend
+    board.begin_stage(Role.ARBITER, "imports")
+    import server.engine.worker  # noqa: F401 (compiled and imported once, for every model worker)
+    from server.engine.boot import import_backend
 
-        import_backend(service.resolved.backend)
+    import_backend(service.resolved.backend)
+    board.begin_stage(Role.ARBITER, "gunicorn")
 
 
 def _give_up(board: Board, code: ExitCode, reason: str) -> None:
@@ -67,8 +71,19 @@ def _give_up(board: Board, code: ExitCode, reason: str) -> None:
 
 
 def _adapt(arbiter: Any, board: Board) -> None:
-    """Replace three methods of the instance."""
+    """Replace five methods of the instance."""
     manage_workers, clean_up = arbiter.manage_workers, arbiter._cleanup_sync
+    spawn_worker, forget_worker = arbiter.spawn_worker, arbiter._cleanup_worker
+
+    def spawn_worker_on_timeline() -> Any:
+        board.begin_stage(Role.ARBITER, "fork model worker")
+        pid = spawn_worker()  # the child does not return
+        board.mark_ready(Role.ARBITER)
+        return pid
+
+    def forget_dead_worker(pid: int) -> None:
+        board.note_loss()
+        forget_worker(pid)
 
     async def manage_workers_unless_stopping() -> None:
         if board.stop and arbiter._server is not None:
@@ -86,4 +101,6 @@ def _adapt(arbiter: Any, board: Board) -> None:
 
     arbiter.manage_workers = manage_workers_unless_stopping
     arbiter.reload = reload
+    arbiter.spawn_worker = spawn_worker_on_timeline
+    arbiter._cleanup_worker = forget_dead_worker
     arbiter._cleanup_sync = clean_up_and_exit

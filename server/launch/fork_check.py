@@ -8,6 +8,7 @@ import ctypes
 import logging
 import os
 import re
+import time
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 _CUDA_ERROR_NOT_INITIALIZED = 3  # what every call but a few answers before cuInit, and in a child forked after it
 _CUDA_DEVICE = re.compile(r"/dev/(nvidia\d+|nvidia-uvm)")
+_forked_at = 0.0
 
 
 def fork_violations() -> list[str]:
@@ -51,7 +53,14 @@ def check_every_fork(board: Board) -> None:
     os.register_at_fork(before=partial(_check, board))
 
 
+def forked_at() -> float:
+    """time.monotonic() when this process's parent began to fork it (of the last fork, in the parent)."""
+    return _forked_at
+
+
 def _check(board: Board) -> None:
+    global _forked_at  # set in the parent, inherited by the child
+    _forked_at = time.monotonic()
     # Counted, not raised: exceptions of this callback are swallowed.
     board.num_forks += 1
     if found := fork_violations():

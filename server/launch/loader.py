@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from server.errors import EngineDead, StartupError
 from server.launch.board import Board, ExitCode, LoaderState, Role
+from server.launch.fork_check import forked_at
 from server.launch.parent_death import die_with_parent
 from server.telemetry.logging import configure_logging
 from server.weights.index import Checkpoint
@@ -119,6 +120,7 @@ def _run(load: Load, sock: socket.socket) -> NoReturn:
 
 def _load(load: Load, sock: socket.socket) -> None:
     board, layout = load.board, load.layout
+    board.begin_life(Role.LOADER, forked_at())
     board.bytes_total = sum(tensor.num_bytes for tensor in layout.tensors)
     board.loader_state = LoaderState.LOADING
     with board.stage(Role.LOADER, "allocate"):
@@ -133,4 +135,5 @@ def _load(load: Load, sock: socket.socket) -> None:
         run_loader(load.checkpoint, layout, fd, 0, on_progress)
         if stage is not None:
             stage.num_bytes = board.bytes_total
+    board.mark_ready(Role.LOADER)
     board.loader_state = LoaderState.LOADED

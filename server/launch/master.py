@@ -18,12 +18,13 @@ from gunicorn.sock import TCP6Socket, TCPSocket
 
 from server.errors import EngineDead, StartupError
 from server.launch.board import Board, ExitCode, Role
-from server.launch.fork_check import check_every_fork
+from server.launch.fork_check import check_every_fork, forked_at
 from server.launch.loader import Load, LoaderProcess
 from server.launch.preload import load_once
 from server.launch.runtime_dir import RuntimeDir, retry_briefly
 from server.launch.sd_notify import Notifier
 from server.launch.service import Service, current_service, publish_service
+from server.launch.stages import IMPORTED_AT
 from server.launch.supervisor import Supervisor
 from server.settings.machine import detect_machine
 from server.settings.resolve import resolve, runtime_dir
@@ -74,22 +75,25 @@ def _start(arbiter: Any, settings: Settings, folder: RuntimeDir, notifier: Notif
     board = Board.create()
     board.master_pid = os.getpid()
     board.started_at = _process_start()
+    board.begin_stage(Role.MASTER, "python, gunicorn", board.started_at)
+    board.begin_stage(Role.MASTER, "imports", IMPORTED_AT)
+    board.begin_stage(Role.MASTER, "port")
     check_every_fork(board)
     arbiter.LISTENERS = [_bind(address, arbiter) for address in arbiter.cfg.address]
     host, board.port = arbiter.LISTENERS[0].getsockname()[:2]
     folder.write_address(host, board.port)
-    with board.stage(Role.MASTER, "checkpoint"):
-        checkpoint = open_checkpoint(
-            settings.model.path, settings.model.revision, HubAccess.from_environment(os.environ)
-        )
-        resolved = resolve(settings, checkpoint.facts, detect_machine())
-        layout = weight_layout(checkpoint.facts)
+    board.begin_stage(Role.MASTER, "checkpoint")
+    checkpoint = open_checkpoint(settings.model.path, settings.model.revision, HubAccess.from_environment(os.environ))
+    resolved = resolve(settings, checkpoint.facts, detect_machine())
+    layout = weight_layout(checkpoint.facts)
     engine_listener = _listen(folder.engine_socket)
     notifier.status("loading")
+    board.begin_stage(Role.MASTER, "fork loader")
     load = Load(checkpoint, layout, board, settings.server.log_level)
     loader = LoaderProcess.fork(load, close_in_child=[*arbiter.LISTENERS, engine_listener])
-    with board.stage(Role.MASTER, "weight memory"):
-        weights_fd = loader.receive_memory()
+    board.begin_stage(Role.MASTER, "weight memory")
+    weights_fd = loader.receive_memory()
+    board.begin_stage(Role.MASTER, "fork arbiter")
     service = Service(
         settings, resolved, checkpoint, layout, board, engine_listener, tuple(arbiter.LISTENERS), folder, weights_fd
     )
@@ -131,8 +135,9 @@ def when_ready(arbiter: Any) -> None:
     """After the dirty arbiter's fork, before those of the web workers: build what they all share."""
     service = current_service()
     try:
-        with service.board.stage(Role.MASTER, "app"):
-            arbiter.app.callable = _within(APP_DEADLINE_S, lambda: _build_app(service))
+        service.board.begin_stage(Role.MASTER, "app")
+        arbiter.app.callable = _within(APP_DEADLINE_S, lambda: _build_app(service))
+        service.board.begin_stage(Role.MASTER, "fork web workers")
     except Exception as error:
         if not isinstance(error, StartupError):
             logger.exception("the HTTP app could not be built")
@@ -166,9 +171,12 @@ def _within(deadline_s: float, build: Callable[[], Any]) -> Any:
         signal.signal(signal.SIGALRM, previous)
 
 
-def post_fork(_arbiter: Any, _worker: Any) -> None:
+def post_fork(_arbiter: Any, worker: Any) -> None:
     """In each web worker: it only connects, and has no use for the weights."""
     service = current_service()
+    if worker.age == 1:  # only the first one writes on the timeline
+        service.board.begin_life(Role.WEB, forked_at())
+        service.board.begin_stage(Role.WEB, "process")
     service.engine_listener.close()
     os.close(service.weights_fd)
 

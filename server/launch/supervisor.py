@@ -13,7 +13,7 @@ from typing import Any
 
 from gunicorn.errors import HaltServer
 
-from server.launch.board import Board, ExitCode, LoaderState, ModelState, StopMode
+from server.launch.board import Board, ExitCode, LoaderState, ModelState, Role, StopMode
 from server.launch.loader import LoaderProcess
 from server.launch.sd_notify import Notifier
 from server.launch.service import Service
@@ -38,6 +38,7 @@ class Supervisor:
         self._has_announced = False
         self._murder_workers: Callable[[], None] = arbiter.murder_workers
         self._reap_workers: Callable[[], None] = arbiter.reap_workers
+        self._handle_dirty_arbiter_exit: Callable[[int, int], None] = arbiter.handle_dirty_arbiter_exit
         self._handle_chld: Callable[[], None] = arbiter.handle_chld
         self._handle_term: Callable[[], None] = arbiter.handle_term
         self._handle_quit: Callable[[], None] = arbiter.handle_quit
@@ -46,6 +47,7 @@ class Supervisor:
         """Replace the methods that Gunicorn looks up on its instance (SIGCHLD's name is `cld` on Linux)."""
         arbiter.murder_workers = self.murder_workers
         arbiter.reap_workers = self.reap_workers
+        arbiter.handle_dirty_arbiter_exit = self.handle_dirty_arbiter_exit
         arbiter.handle_chld = arbiter.handle_cld = self.handle_chld
         arbiter.handle_term = self.handle_term
         arbiter.handle_int = arbiter.handle_quit = self.handle_quit
@@ -62,6 +64,11 @@ class Supervisor:
         self._loader.take_status()
         self.look_at_board()
         self._handle_chld()
+
+    def handle_dirty_arbiter_exit(self, pid: int, status: int) -> None:
+        """Its model worker ends with it."""
+        self._board.note_loss()
+        self._handle_dirty_arbiter_exit(pid, status)
 
     def reap_workers(self) -> None:
         """A worker's exit code 3 or 4 ends the service once: during the stop, another one's would be a traceback."""
@@ -91,6 +98,7 @@ class Supervisor:
 
     def look_at_board(self) -> None:
         """Raises HaltServer if a role asked for the end, the start makes no progress, or the folder has gone."""
+        self._board.mark_ready(Role.MASTER)  # its part of the start is over: it is in its main loop
         self._start_deadline.check()
         self._raise_halt()
         self._check_folder()
@@ -115,10 +123,10 @@ class Supervisor:
 
     def _announce(self) -> None:
         board = self._board
-        if board.model_state == ModelState.READY:
+        if board.model_state == ModelState.READY and board.web_ready_at:
             if not self._has_announced:
                 self._has_announced = True
-                seconds = board.ready_at - board.started_at
+                seconds = max(board.ready_at, board.web_ready_at) - board.started_at
                 self._notifier.ready(f"ready after {seconds:.1f} s")
                 logger.info("ready after %.2f s on port %d", seconds, board.port)
         elif not self._has_announced:
@@ -145,7 +153,7 @@ class StartDeadline:
     def check(self) -> None:
         """Halt the service when the limit is exceeded. Call it about once a second."""
         board, now = self._board, time.monotonic()
-        progress = (board.model_state, board.bytes_loaded, board.boot_attempts, sum(board.num_stages))
+        progress = (board.model_state, board.bytes_loaded, board.boot_attempts, board.num_stages_begun)
         if board.model_state == ModelState.READY or progress != self._progress:
             self._progress, self._since = progress, now
         elif now - self._since > self._limit_s:

@@ -16,9 +16,10 @@ from typing import Any
 import uvicorn
 from uvicorn_worker import UvicornWorker
 
-from server.launch.board import Board, ExitCode, Role, Stage, StopMode
+from server.launch.board import Board, ExitCode, Role, StopMode
 from server.launch.parent_death import die_with_parent
 from server.launch.service import current_service
+from server.launch.supervisor import wake_master
 from server.telemetry.logging import configure_logging
 
 
@@ -52,9 +53,10 @@ class WebWorker(UvicornWorker):
         board, timeouts = service.board, service.resolved.stop_timeouts
         self.config.app = self.wsgi
         self.config.timeout_graceful_shutdown = timeouts.web_s
-        # Only the first web worker writes on the timeline: its rows have no lock.
-        stage = board.begin_stage(Role.WEB, "startup") if self.age == 1 else None
-        server = _Server(self.config, board, timeouts.lame_duck_s, stage)
+        is_first = self.age == 1
+        if is_first:
+            board.begin_stage(Role.WEB, "uvicorn")
+        server = _Server(self.config, board, timeouts.lame_duck_s, is_first)
         # Plain sockets: uvloop detaches those at its end, Gunicorn's wrappers would be closed twice.
         await server.serve(sockets=[listener.sock for listener in self.sockets])
         if not server.started:
@@ -62,17 +64,20 @@ class WebWorker(UvicornWorker):
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, board: Board, lame_duck_s: float, stage: Stage | None) -> None:
+    def __init__(self, config: uvicorn.Config, board: Board, lame_duck_s: float, is_first: bool) -> None:
         super().__init__(config)
         self._board = board
         self._lame_duck_s = lame_duck_s
-        self._stage = stage
+        self._is_first = is_first
         self._is_draining = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        if self._stage is not None:
-            self._stage.end = time.monotonic()
+        if self._is_first:
+            self._board.mark_ready(Role.WEB)
+        if not self._board.web_ready_at:
+            self._board.web_ready_at = time.monotonic()
+            wake_master(self._board)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

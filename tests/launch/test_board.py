@@ -1,16 +1,18 @@
 import subprocess
 import sys
 
-from server.launch.board import STAGES_PER_ROLE, Board, ExitCode, Role, StopMode
+from server.launch.board import Board, ExitCode, Role, StopMode
+from server.launch.stages import MAX_STAGES
 
 FORK_ROLES = """
 import os
-from server.launch.board import STAGES_PER_ROLE, Board, Role
+from server.launch.board import Board, Role
+from server.launch.stages import MAX_STAGES
 board = Board.create()
 pids = []
 for role in Role:
     if (pid := os.fork()) == 0:
-        for number in range(STAGES_PER_ROLE):
+        for number in range(MAX_STAGES):
             with board.stage(role, f"{role.name.lower()} {number}"):
                 pass
         os._exit(0)
@@ -19,6 +21,7 @@ assert all(os.waitpid(pid, 0)[1] == 0 for pid in pids)
 stages = board.timeline()
 assert [stage.begin for stage in stages] == sorted(stage.begin for stage in stages)
 assert all(stage.name.split()[0] == stage.role for stage in stages)
+assert {stage.pid for stage in stages} == set(pids)
 print(len({stage.name for stage in stages}))
 """
 
@@ -26,15 +29,70 @@ print(len({stage.name for stage in stages}))
 def test_roles_that_write_the_timeline_at_once_lose_no_row() -> None:
     # In a process of its own: forking the test runner is unsafe once another test has started a thread.
     output = subprocess.run([sys.executable, "-c", FORK_ROLES], capture_output=True, text=True, check=True).stdout
-    assert int(output) == len(Role) * STAGES_PER_ROLE
+    assert int(output) == len(Role) * MAX_STAGES
 
 
 def test_a_role_that_has_used_up_its_rows_gets_none_and_disturbs_nobody() -> None:
     board = Board.create()
-    for _ in range(STAGES_PER_ROLE):
+    for _ in range(MAX_STAGES):
         assert board.begin_stage(Role.MODEL, "again") is not None
     assert board.begin_stage(Role.MODEL, "too many") is None
     assert board.begin_stage(Role.WEB, "first") is not None
+
+
+def names(board: Board, role: Role) -> list[str]:
+    return [stage.name.decode() for stage in board.track(role).rows()]
+
+
+def test_a_stage_ends_when_the_next_one_begins_and_the_last_one_when_the_role_is_ready() -> None:
+    board = Board.create()
+    board.begin_life(Role.MODEL, 1.0)
+    board.begin_stage(Role.MODEL, "context", 2.0)
+    with board.stage(Role.MODEL, "kernels"):
+        pass
+    board.begin_stage(Role.MODEL, "first token")
+    board.mark_ready(Role.MODEL)
+    assert board.begin_stage(Role.MODEL, "too late") is None
+    first, second, third, last = board.track(Role.MODEL).rows()
+    assert names(board, Role.MODEL) == ["fork", "context", "kernels", "first token"]
+    assert (first.begin, first.end, second.begin) == (1.0, 2.0, 2.0)
+    assert second.end == third.begin <= third.end <= last.begin <= last.end == board.track(Role.MODEL).ready_at
+
+
+def test_failed_attempts_stay_on_the_timeline_of_the_start() -> None:
+    board = Board.create()
+    board.begin_life(Role.MODEL, 1.0)
+    board.note_loss()
+    board.begin_life(Role.MODEL, board.reaped_at + 1)
+    assert names(board, Role.MODEL) == ["fork", "respawn", "fork"]
+    assert [stage.name for stage in board.timeline()] == [b"fork", b"respawn", b"fork"]
+
+
+def test_a_restart_has_rows_of_its_own_that_begin_with_the_loss() -> None:
+    board = Board.create()
+    board.begin_life(Role.MODEL, 1.0)
+    board.mark_ready(Role.MODEL)
+    board.ready_at = board.engine_beat = 5.0
+    for attempts in (2, 1):  # of which the last one is ready
+        board.engine_beat += 1
+        lost_at = board.engine_beat
+        for _ in range(attempts):
+            board.note_loss()
+            board.begin_life(Role.MODEL, board.reaped_at + 1)
+        board.mark_ready(Role.MODEL)
+        assert names(board, Role.MODEL) == ["dying", *["respawn", "fork"] * attempts]
+        assert board.track(Role.MODEL).stages[0].begin == lost_at
+    assert [stage.name for stage in board.timeline()] == [b"fork"]
+
+
+def test_the_loss_of_an_arbiter_stands_on_its_own_timeline_not_on_its_model_workers() -> None:
+    board = Board.create()
+    board.ready_at = board.engine_beat = 5.0
+    board.note_loss()
+    for role in (Role.WEB, Role.ARBITER, Role.MODEL):
+        board.begin_life(role, board.reaped_at + 1)
+    assert names(board, Role.ARBITER) == ["dying", "respawn", "fork"]
+    assert names(board, Role.MODEL) == names(board, Role.WEB) == ["fork"]
 
 
 def test_a_stage_that_raises_stays_unfinished() -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from server.launch.board import STAGES_PER_ROLE, Board, LoaderState, ModelState, Role
+from server.launch.board import Board, LoaderState, ModelState, Role
 
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 60.0
@@ -136,7 +136,7 @@ class ProcessService:
     def freeze_loader(self) -> int | None:
         """Stop the loader after it has handed its memory over; its pid, or None if it was done before us."""
         while self.is_alive:
-            if self.board().stages[Role.LOADER * STAGES_PER_ROLE].end:
+            if any(stage.name == b"allocate" and stage.end for stage in self.board().start[Role.LOADER].rows()):
                 loader = children(self.pid)[0]
                 os.kill(loader, signal.SIGSTOP)
                 return loader if self.board().loader_state == LoaderState.LOADING else None

@@ -173,10 +173,12 @@ def test_a_stop_during_a_download_ends_the_download(start: StartService, tmp_pat
 
 
 MOMENTS: dict[str, Callable[[Board], bool]] = {
-    "the arbiter imports": lambda board: bool(board.num_stages[Role.ARBITER]),
-    "the arbiter has imported": lambda board: any(stage.role == b"arbiter" and stage.end for stage in board.timeline()),
+    "the arbiter imports": lambda board: bool(board.start[Role.ARBITER].num_stages),
+    "the arbiter has imported": lambda board: any(
+        stage.name == b"imports" and stage.end for stage in board.start[Role.ARBITER].rows()
+    ),
     "init of the model worker": lambda board: board.model_state == ModelState.STARTING,
-    "the engine is being built": lambda board: bool(board.num_stages[Role.MODEL]),
+    "the engine is being built": lambda board: board.start[Role.MODEL].num_stages > 2,
 }
 
 

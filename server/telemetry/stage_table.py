@@ -1,0 +1,78 @@
+"""The stages of a start that are known by name: what each was to prove, and how long it should take.
+
+Data. `expected_s` is measured or computed for one H200 with the cuda backend and files in the page cache; on another
+machine nothing is expected. A stage that is not listed here is shown all the same, without expectations.
+"""
+
+from dataclasses import dataclass
+
+from server.launch.board import Role
+
+
+@dataclass(frozen=True, slots=True)
+class StageFacts:
+    """`check`: what held when the stage ended, or it would not have ended. `expected_rate`: bytes/s, instead of seconds.
+
+    `waits_for`: the stage does nothing but wait until that stage of that role has ended.
+    """
+
+    check: str
+    expected_s: float | None = None
+    expected_rate: float | None = None
+    waits_for: tuple[Role, str] | None = None
+
+
+_FORK = StageFacts("the child runs", 0.01)
+_PROCESS = StageFacts("signals and logging set, the parent lives", 0.02)
+_DYING = StageFacts("the dead process was reaped: its memory and sockets are free", 0.1)
+_RESPAWN = StageFacts("the parent forks again", 0.01)
+
+STAGES: dict[tuple[Role, str], StageFacts] = {
+    (Role.MASTER, "python, gunicorn"): StageFacts("the interpreter and Gunicorn are imported", 0.12),
+    (Role.MASTER, "imports"): StageFacts("our modules are imported, the settings are valid", 0.1),
+    (Role.MASTER, "port"): StageFacts("the runtime folder is locked, the port is bound", 0.005),
+    (Role.MASTER, "checkpoint"): StageFacts("every shard's header fits the model's configuration", 0.01),
+    (Role.MASTER, "fork loader"): StageFacts("no second thread, CUDA untouched before the fork", 0.01),
+    (Role.MASTER, "weight memory"): StageFacts(
+        "the weights' file descriptor has come", waits_for=(Role.LOADER, "allocate")
+    ),
+    (Role.MASTER, "fork arbiter"): StageFacts("no second thread, CUDA untouched before the fork", 0.02),
+    (Role.MASTER, "app"): StageFacts("FastAPI is imported", 0.25),
+    (Role.MASTER, "tokenizer"): StageFacts("every file of the tokenizer is read and fits the model", 0.35),
+    (Role.MASTER, "routes"): StageFacts("every route is registered", 0.03),
+    (Role.MASTER, "fork web workers"): StageFacts("no second thread, CUDA untouched before the fork", 0.02),
+    (Role.LOADER, "fork"): _FORK,
+    (Role.LOADER, "context"): StageFacts("the driver answers, the device is named", 0.23),
+    (Role.LOADER, "allocate"): StageFacts("memory for every tensor is there and handed over", 0.02),
+    (Role.LOADER, "weights"): StageFacts("every byte of every tensor was read and copied", expected_rate=48e9),
+    (Role.LOADER, "checksum"): StageFacts("each tensor's sum on the device is the expected one", 0.02),
+    (Role.ARBITER, "dying"): _DYING,
+    (Role.ARBITER, "respawn"): _RESPAWN,
+    (Role.ARBITER, "fork"): _FORK,
+    (Role.ARBITER, "process"): _PROCESS,
+    (Role.ARBITER, "imports"): StageFacts("the engine and its backend are imported, no device touched", 0.05),
+    (Role.ARBITER, "gunicorn"): StageFacts("the loop that reaps and forks runs", 0.02),
+    (Role.ARBITER, "fork model worker"): StageFacts("no second thread, CUDA untouched before the fork", 0.02),
+    (Role.MODEL, "dying"): _DYING,
+    (Role.MODEL, "respawn"): _RESPAWN,
+    (Role.MODEL, "fork"): _FORK,
+    (Role.MODEL, "process"): _PROCESS,
+    (Role.MODEL, "back-off"): StageFacts("the pause after a failed attempt is over"),
+    (Role.MODEL, "vocabulary"): StageFacts("the ids that end a text are known", 0.01),
+    (Role.MODEL, "context"): StageFacts("the driver answers, the device has the memory that was planned", 0.19),
+    (Role.MODEL, "libraries"): StageFacts("cuBLAS is loaded and has its handle and workspace", 0.06),
+    (Role.MODEL, "kernels"): StageFacts("a built kernel for every operation, arguments as in the manifest", 0.05),
+    (Role.MODEL, "pool"): StageFacts("the KV pool and all step buffers are allocated", 0.02),
+    (Role.MODEL, "wait for weights"): StageFacts("every tensor is resident", waits_for=(Role.LOADER, "")),
+    (Role.MODEL, "map weights"): StageFacts(
+        "the weights are mapped read-only, their sums are those of the load", 0.002
+    ),
+    (Role.MODEL, "first token"): StageFacts("a prefill and a decode gave finite logits and a token", 0.1),
+    (Role.MODEL, "graph"): StageFacts("the decode graph of batch 1 is captured", 0.01),
+    (Role.WEB, "fork"): _FORK,
+    (Role.WEB, "process"): _PROCESS,
+    (Role.WEB, "uvicorn"): StageFacts("the app has started, the port is listened to", 0.05),
+}
+
+NO_FACTS = StageFacts("it ended without an error")
+PARENTS = {Role.LOADER: Role.MASTER, Role.ARBITER: Role.MASTER, Role.MODEL: Role.ARBITER, Role.WEB: Role.MASTER}
