@@ -87,7 +87,11 @@ class PinnedMemory:
 
 
 class Driver(Protocol):
-    """One GPU's primary context. Safe for several threads, each of which called `attach_thread` first."""
+    """One GPU's primary context.
+
+    Safe for several threads, each of which called `attach_thread` first, if each launches functions of its own and one
+    alone calls GEMMs.
+    """
 
     @property
     def facts(self) -> DeviceFacts: ...
@@ -170,17 +174,29 @@ class Driver(Protocol):
     def launch_async(
         self, function: Function, grid: tuple[int, int, int], values: Sequence[int | float], stream: Stream
     ) -> None:
-        """Run `function` on `grid`; `values` in the order of its parameters, addresses as integers."""
+        """Run `function` on `grid`; `values` in the order of its parameters, addresses as integers.
+
+        Only one thread may launch a function: another loads it for itself. Raises struct.error if a value does not fit
+        its parameter's type or their number is wrong.
+        """
         ...
 
     # GEMM
+
+    def prepare_gemms(self) -> None:
+        """Load the GEMM library now, so that the first GEMM does not. Raises StartupError if it is missing.
+
+        Must be called before the first capture that holds a GEMM.
+        """
+        ...
 
     def gemm_async(
         self, x: Buffer, weight: Buffer, bias: Buffer | None, out: Buffer, workspace: Buffer, stream: Stream
     ) -> None:
         """out [m, n] = x [m, k] @ weight [n, k].T + bias [n], summed in fp32 and rounded once to out's dtype.
 
-        x and weight are both bf16 or both fp16; out is of that dtype or fp32. m may be 0.
+        x and weight are both bf16 or both fp16; out is of that dtype, or without a bias fp32; bias is of that dtype.
+        m may be 0; n and k are multiples of 8. All GEMMs come from one thread.
         """
         ...
 
@@ -195,7 +211,7 @@ class Driver(Protocol):
         ...
 
     def abandon_capture(self, stream: Stream) -> None:
-        """End a capture in which a call failed; nothing is left of it."""
+        """End a capture in which a call failed; nothing is left of it. Does nothing if none is under way."""
         ...
 
     def launch_graph_async(self, graph: Graph, stream: Stream) -> None: ...
