@@ -5,11 +5,14 @@ Knows device nodes, libraries and CPU limits. Does not know settings.
 
 import os
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
+
+from server.ops.cuda.cublas import LIBRARY_NAMES, WHEEL_FOLDERS
 
 _LIBRARY_FOLDERS = (
     "/usr/lib/x86_64-linux-gnu",
@@ -27,7 +30,7 @@ _LIBCUDA = "libcuda.so.1"
 class Machine:
     """`num_cores` are those that this process may use: affinity and the control group's quota are counted.
 
-    `memory_bytes` is what the machine has in all.
+    `memory_bytes` is what the machine has in all. `torch_has_cuda`: the installed PyTorch is not a build for CPUs only.
     """
 
     num_cores: int
@@ -35,6 +38,9 @@ class Machine:
     num_gpus: int
     libcuda_path: str | None
     has_torch: bool
+    torch_has_cuda: bool = False
+    has_cuda_bindings: bool = False
+    has_cublas: bool = False
 
     @property
     def has_cuda(self) -> bool:
@@ -43,24 +49,45 @@ class Machine:
 
 
 def detect_machine(root: Path = Path("/")) -> Machine:
-    """Look at this machine; `root` is another one's file system in tests and images."""
+    """Look at this machine; `root` is another one's file system in tests and images (packages stay this Python's)."""
+    torch_folder = _package_folder("torch")
     return Machine(
         num_cores=min(len(os.sched_getaffinity(0)), quota_cores(root) or 1 << 30),
         memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         num_gpus=sum(1 for path in (root / "dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)),
-        libcuda_path=find_libcuda(root, os.environ.get("LD_LIBRARY_PATH", "").split(":")),
-        has_torch=find_spec("torch") is not None,
+        libcuda_path=find_library(_LIBCUDA, root, _linker_folders()),
+        has_torch=torch_folder is not None,
+        torch_has_cuda=torch_folder is not None and (torch_folder / "lib/libtorch_cuda.so").exists(),
+        has_cuda_bindings=_package_folder("cuda") is not None and find_spec("cuda.bindings") is not None,
+        has_cublas=all(find_library(name, root, [*_wheel_folders(), *_linker_folders()]) for name in LIBRARY_NAMES),
     )
 
 
-def find_libcuda(root: Path, search_path: Sequence[str] = ()) -> str | None:
-    """Where the dynamic linker would find the driver. Not loaded: libcuda in the maps forbids every later fork."""
+def find_library(name: str, root: Path, search_path: Sequence[str] = ()) -> str | None:
+    """Where the dynamic linker would find it. Not loaded: libcuda in the maps forbids every later fork."""
     cache = root / "etc/ld.so.cache"
-    cached = re.findall(rb"/[^\0]*/libcuda\.so\.1(?=\0)", cache.read_bytes()) if cache.is_file() else []
-    candidates = [f"{folder}/{_LIBCUDA}" for folder in search_path if folder]
+    pattern = rb"/[^\0]*/" + re.escape(name.encode()) + rb"(?=\0)"
+    cached = re.findall(pattern, cache.read_bytes()) if cache.is_file() else []
+    candidates = [f"{folder}/{name}" for folder in search_path if folder]
     candidates += [os.fsdecode(path) for path in cached]
-    candidates += [f"{folder}/{_LIBCUDA}" for folder in _LIBRARY_FOLDERS]
+    candidates += [f"{folder}/{name}" for folder in _LIBRARY_FOLDERS]
     return next((path for path in candidates if (root / path.lstrip("/")).exists()), None)
+
+
+def _linker_folders() -> list[str]:
+    return os.environ.get("LD_LIBRARY_PATH", "").split(":")
+
+
+def _wheel_folders() -> list[str]:
+    """Where NVIDIA's wheels put their libraries."""
+    return [f"{folder}/{below}" for folder in sys.path if folder for below in WHEEL_FOLDERS]
+
+
+def _package_folder(name: str) -> Path | None:
+    """Where a package is installed. It is not imported."""
+    spec = find_spec(name)
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(folders[0]) if folders else None
 
 
 def quota_cores(root: Path) -> int | None:

@@ -1,6 +1,7 @@
 """Settings become what runs: every "auto", 0 and "" turned into a choice, each logged once with its reason.
 
-Knows the model's facts and the machine. Does not know processes, files of the checkpoint or devices' contents.
+Knows the model's facts, the machine and which kernels were built. Does not know processes, files of the checkpoint or
+devices' contents.
 """
 
 import logging
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from server.errors import StartupError
+from server.kernels.manifest import built_folder, read_manifest
 from server.models.facts import ModelFacts
 from server.settings.machine import Machine
 from server.settings.schema import ServerSettings, Settings
@@ -21,6 +23,11 @@ Device = Literal["cpu", "cuda"]
 
 T = TypeVar("T")
 _CPU_POOL_MIB = 256
+_KERNEL_DTYPES = ("bfloat16", "float16")
+_KERNEL_MAX_GROUP_SIZE = 8  # query heads per KV head
+_KERNEL_SIZE_MULTIPLE = 8  # of hidden_size and intermediate_size: rows stay aligned to 16 bytes
+_INSTALL_CUDA = "pip install 'model-server[cuda]'"
+_INSTALL_TORCH = "pip install 'model-server[torch]'"
 logger = logging.getLogger(__name__)
 
 
@@ -54,10 +61,15 @@ class ResolvedConfig:
     stop_timeouts: StopTimeouts
 
 
-def resolve(settings: Settings, facts: ModelFacts, machine: Machine) -> ResolvedConfig:
-    """Choose once, in the master. Raises StartupError when a wish cannot be met on this machine or by this model."""
-    backend = _resolve_backend(settings, machine)
+def resolve(
+    settings: Settings, facts: ModelFacts, machine: Machine, kernels_folder: Path | None = None
+) -> ResolvedConfig:
+    """Choose once, in the master. Raises StartupError when a wish cannot be met on this machine or by this model.
+
+    `kernels_folder`: where the compiled kernels are; None: where scripts/build-kernels puts them.
+    """
     device = _resolve_device(settings, machine)
+    backend = _resolve_backend(settings, facts, machine, device, kernels_folder or built_folder())
     return ResolvedConfig(
         backend=backend,
         device=device,
@@ -109,33 +121,76 @@ def name_from_path(path: str) -> str:
     return parts[-1] if parts else path
 
 
-def _resolve_backend(settings: Settings, machine: Machine) -> Backend:
-    wish = settings.engine.backend
-    if wish == "cuda":
-        raise StartupError('engine.backend is "cuda", which is not built yet; use "torch" (it serves on a GPU too)')
-    if not machine.has_torch:
-        raise StartupError(
-            "engine.backend torch needs PyTorch, which is not installed: pip install 'model-server[torch]'"
-        )
-    if wish == "auto":
-        _log_choice("engine.backend", "torch", "no kernels are shipped for the cuda backend")
-    return "torch"
-
-
 def _resolve_device(settings: Settings, machine: Machine) -> Device:
     wish = settings.engine.device
     missing = "no /dev/nvidia0" if machine.num_gpus == 0 else "no libcuda.so.1" if not machine.has_cuda else None
     if wish == "cuda" and missing:
         raise StartupError(f'engine.device is "cuda", but this machine has {missing}; use "cpu" or "auto"')
-    if wish != "auto":
-        return wish
+    if wish == "cpu":
+        return "cpu"
     if missing:
         return _log_choice("engine.device", "cpu", missing)
-    return _log_choice(
-        "engine.device",
-        "cuda",
-        f"{machine.num_gpus} GPU(s) and {machine.libcuda_path} found",
-    )
+    if not machine.has_cuda_bindings:  # it moves the weights for both backends
+        raise StartupError(
+            f"a GPU needs the package cuda-bindings, which is not installed: {_INSTALL_CUDA}, "
+            'or leave the GPU alone: engine.device = "cpu"'
+        )
+    if wish == "auto":
+        _log_choice("engine.device", "cuda", f"{machine.num_gpus} GPU(s) and {machine.libcuda_path} found")
+    return "cuda"
+
+
+def _resolve_backend(
+    settings: Settings, facts: ModelFacts, machine: Machine, device: Device, kernels_folder: Path
+) -> Backend:
+    wish = settings.engine.backend
+    if wish == "torch":
+        return _torch_on(machine, device, 'engine.backend is "torch"')
+    obstacle = _cuda_obstacle(facts, machine, device, kernels_folder)
+    if wish == "cuda":
+        if obstacle:
+            raise StartupError(f'engine.backend is "cuda", but {obstacle}; or use "torch"')
+        return "cuda"
+    if obstacle:
+        return _log_choice("engine.backend", _torch_on(machine, device, obstacle), obstacle)
+    reason = f"a GPU, and kernels for head_dim {facts.head_dim} in {facts.dtype}"
+    return _log_choice("engine.backend", "cuda", reason)
+
+
+def _torch_on(machine: Machine, device: Device, reason: str) -> Backend:
+    """The torch backend, or StartupError if PyTorch is missing or of the wrong kind."""
+    if not machine.has_torch:
+        raise StartupError(f"{reason}: the torch backend needs PyTorch, which is not installed: {_INSTALL_TORCH}")
+    if device == "cuda" and not machine.torch_has_cuda:
+        raise StartupError(
+            f"{reason}: the torch backend needs a PyTorch for CUDA on this GPU, found one for CPUs only: install "
+            'another, or set engine.device = "cpu"'
+        )
+    return "torch"
+
+
+def _cuda_obstacle(facts: ModelFacts, machine: Machine, device: Device, kernels_folder: Path) -> str | None:
+    """Why the cuda backend cannot serve, and what would help; None: it can, if the device is of capability >= 8.0.
+
+    That is known to the first CUDA call only, which a child makes.
+    """
+    if device == "cpu":
+        return "it computes on a GPU only (engine.device, or there is none)"
+    if facts.dtype not in _KERNEL_DTYPES:
+        return f"its kernels are for {' and '.join(_KERNEL_DTYPES)}, the checkpoint is in {facts.dtype} (convert it)"
+    if facts.group_size > _KERNEL_MAX_GROUP_SIZE:
+        return f"its kernels take {_KERNEL_MAX_GROUP_SIZE} query heads per KV head, the model has {facts.group_size}"
+    for name, size in (("hidden_size", facts.hidden_size), ("intermediate_size", facts.intermediate_size)):
+        if size % _KERNEL_SIZE_MULTIPLE:
+            return f"its kernels want a {name} that is a multiple of {_KERNEL_SIZE_MULTIPLE}, the model has {size}"
+    if not machine.has_cublas:
+        return f"cuBLAS 13 is not installed: {_INSTALL_CUDA}"
+    manifest = read_manifest(kernels_folder)
+    if manifest is None:
+        return f"no compiled kernels are in {kernels_folder}: run scripts/build-kernels"
+    if not manifest.covers(facts.head_dim, facts.dtype):
+        return f"no kernels in {kernels_folder} are for head_dim {facts.head_dim} in {facts.dtype}"
+    return None
 
 
 def _resolve_threads(settings: Settings, machine: Machine, device: Device) -> int:

@@ -66,6 +66,12 @@ class KVSettings(_Section, frozen=True):
     prefix_cache: bool
 
 
+class DebugSettings(_Section, frozen=True):
+    """[debug]: for finding a fault, at a price that no service should pay."""
+
+    sync_launches: bool
+
+
 class Settings(_Section, frozen=True):
     """All sections. Objects receive the section that they need, never everything."""
 
@@ -73,3 +79,4 @@ class Settings(_Section, frozen=True):
     model: ModelSettings
     engine: EngineSettings
     kv: KVSettings
+    debug: DebugSettings

@@ -1,8 +1,10 @@
 """What is found on a machine, by its files alone."""
 
+import sys
+
 import pytest
 
-from server.settings.machine import detect_machine, find_libcuda, quota_cores
+from server.settings.machine import detect_machine, find_library, quota_cores
 
 
 def touch(path, text=""):
@@ -21,16 +23,38 @@ def test_gpus_are_device_nodes_with_a_number(tmp_path):
 
 
 def test_libcuda_is_found_where_the_linker_would(tmp_path):
-    assert find_libcuda(tmp_path) is None
+    name = "libcuda.so.1"
+    assert find_library(name, tmp_path) is None
     touch(tmp_path / "usr/lib64/libcuda.so.1")
-    assert find_libcuda(tmp_path) == "/usr/lib64/libcuda.so.1"
+    assert find_library(name, tmp_path) == "/usr/lib64/libcuda.so.1"
     (tmp_path / "etc").mkdir()
     cache = b"ld.so-1.7.0\0libcuda.so.1\0/opt/gone/libcuda.so.1\0libcuda.so.1\0/opt/driver/libcuda.so.1\0"
     (tmp_path / "etc/ld.so.cache").write_bytes(cache)
     touch(tmp_path / "opt/driver/libcuda.so.1")
-    assert find_libcuda(tmp_path) == "/opt/driver/libcuda.so.1"
+    assert find_library(name, tmp_path) == "/opt/driver/libcuda.so.1"
     touch(tmp_path / "own/libcuda.so.1")
-    assert find_libcuda(tmp_path, ["", "/nowhere", "/own"]) == "/own/libcuda.so.1"
+    assert find_library(name, tmp_path, ["", "/nowhere", "/own"]) == "/own/libcuda.so.1"
+
+
+def test_cublas_is_found_in_a_wheel_and_in_the_system(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", ["", "/site"])
+    for folder in ("site/nvidia/cu13/lib", "usr/lib64"):
+        root = tmp_path / folder.replace("/", "-")
+        touch(root / folder / "libcublas.so.13")
+        assert not detect_machine(root).has_cublas  # its other half is missing
+        touch(root / folder / "libcublasLt.so.13")
+        assert detect_machine(root).has_cublas
+
+
+@pytest.mark.parametrize("has_cuda", [True, False])
+def test_torch_is_looked_at_without_importing_it(tmp_path, monkeypatch, has_cuda):
+    touch(tmp_path / "torch/__init__.py", "raise RuntimeError('imported')")
+    if has_cuda:
+        touch(tmp_path / "torch/lib/libtorch_cuda.so")
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    machine = detect_machine(tmp_path)
+    assert (machine.has_torch, machine.torch_has_cuda) == (True, has_cuda)
 
 
 @pytest.mark.parametrize(

@@ -3,23 +3,59 @@
 import dataclasses
 import logging
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from server.errors import StartupError
+from server.kernels.manifest import FORMAT, MANIFEST_FILE, ManifestFile, ManifestImage, source_digests
 from server.settings.load import load_settings
 from server.settings.machine import Machine
 from server.settings.resolve import name_from_path, resolve, runtime_dir, stop_timeouts
 from tests.api.service import FACTS
 
 LAPTOP = Machine(num_cores=8, memory_bytes=16 << 30, num_gpus=0, libcuda_path=None, has_torch=True)
-GPU_BOX = Machine(num_cores=16, memory_bytes=16 << 30, num_gpus=2, libcuda_path="/usr/lib/libcuda.so.1", has_torch=True)
+GPU_BOX = Machine(
+    num_cores=16,
+    memory_bytes=16 << 30,
+    num_gpus=2,
+    libcuda_path="/usr/lib/libcuda.so.1",
+    has_torch=True,
+    torch_has_cuda=True,
+    has_cuda_bindings=True,
+    has_cublas=True,
+)
+HALF = dataclasses.replace(FACTS, dtype="bfloat16", hidden_size=256, head_dim=64)
 
 
-def resolved(machine=LAPTOP, facts=FACTS, **overrides):
+def resolved(machine=LAPTOP, facts=FACTS, kernels=None, **overrides):
     chosen = {name.replace("__", "."): value for name, value in overrides.items()}
-    return resolve(load_settings("demo", {}, chosen), facts, machine)
+    return resolve(load_settings("demo", {}, chosen), facts, machine, kernels)
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    """A manifest that covers head_dim 64 in bfloat16."""
+    folder = tmp_path_factory.mktemp("built")
+    image = ManifestImage(
+        name="attention",
+        arch="sm_90",
+        dtype="bfloat16",
+        source="attention.py",
+        constants={"HEAD_DIM": 64},
+        parameters=(),
+        entry="attention",
+        num_warps=4,
+        shared_bytes=0,
+        file="sm_90/attention.cubin",
+        num_bytes=0,
+        sha256="",
+        key="",
+    )
+    content = ManifestFile(FORMAT, "3.6.0", "", source_digests(), ("sm_90",), (image,))
+    (folder / MANIFEST_FILE).write_bytes(msgspec.json.encode(content))
+    return folder
 
 
 def server_settings(**overrides):
@@ -40,10 +76,57 @@ def test_a_kv_pool_larger_than_the_machine_is_refused():
     assert resolved(GPU_BOX, kv__pool_mib=16385).kv_pool_bytes == 16385 << 20
 
 
-def test_gpu_is_taken_where_there_is_one():
+def test_gpu_is_taken_where_there_is_one(kernels):
     config = resolved(GPU_BOX)
-    assert (config.backend, config.device, config.num_threads) == ("torch", "cuda", 1)
+    assert (config.backend, config.device, config.num_threads) == ("torch", "cuda", 1)  # the model is in float32
     assert config.kv_pool_bytes is None
+    for wish in ("auto", "cuda"):
+        config = resolved(GPU_BOX, HALF, kernels, engine__backend=wish)
+        assert (config.backend, config.device, config.num_threads) == ("cuda", "cuda", 1)
+
+
+def test_cuda_backend_needs_no_torch(kernels):
+    assert resolved(dataclasses.replace(GPU_BOX, has_torch=False), HALF, kernels).backend == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("machine", "facts", "reason"),
+    [
+        ({}, {"dtype": "float32"}, "the checkpoint is in float32"),
+        ({}, {"head_dim": 80}, "head_dim 80 in bfloat16"),
+        ({}, {"dtype": "float16"}, "head_dim 64 in float16"),
+        ({}, {"num_heads": 18, "num_kv_heads": 2}, "8 query heads per KV head, the model has 9"),
+        ({}, {"intermediate_size": 100}, "intermediate_size that is a multiple of 8, the model has 100"),
+        ({"has_cublas": False}, {}, "cuBLAS 13 is not installed: pip install"),
+        ({"num_gpus": 0}, {}, "it computes on a GPU only"),
+    ],
+)
+def test_what_the_cuda_backend_lacks_is_named(kernels, caplog, machine, facts, reason):
+    box, model = dataclasses.replace(GPU_BOX, **machine), dataclasses.replace(HALF, **facts)
+    with caplog.at_level(logging.INFO, "server.settings"):
+        assert resolved(box, model, kernels).backend == "torch"
+    assert any("engine.backend: torch" in text and reason in text for text in caplog.messages)
+    with pytest.raises(StartupError) as refusal:
+        resolved(box, model, kernels, engine__backend="cuda")
+    assert reason in str(refusal.value)
+    assert '"cuda"' in str(refusal.value)
+    with pytest.raises(StartupError, match="PyTorch, which is not installed: pip install") as refusal:
+        resolved(dataclasses.replace(box, has_torch=False), model, kernels)
+    assert reason in str(refusal.value)
+
+
+def test_kernels_that_were_not_built_are_named_with_the_fix(tmp_path):
+    with pytest.raises(StartupError, match=r"no compiled kernels are in .*: run scripts/build-kernels"):
+        resolved(GPU_BOX, HALF, tmp_path, engine__backend="cuda")
+    (tmp_path / MANIFEST_FILE).write_text("{")
+    with pytest.raises(StartupError, match="scripts/build-kernels"):
+        resolved(GPU_BOX, HALF, tmp_path)
+    assert resolved(GPU_BOX, HALF, tmp_path, engine__device="cpu").backend == "torch"  # they are not looked at
+
+
+def test_a_fault_is_searched_for_by_a_setting():
+    assert not load_settings("demo", {}).debug.sync_launches
+    assert load_settings("demo", {"MODEL_SERVER_DEBUG__SYNC_LAUNCHES": "true"}).debug.sync_launches
 
 
 def test_wishes_are_followed():
@@ -70,7 +153,15 @@ def test_step_has_room_for_a_token_of_every_request():
 @pytest.mark.parametrize(
     ("machine", "overrides", "expected"),
     [
-        (GPU_BOX, {"engine__backend": "cuda"}, 'engine.backend is "cuda"'),
+        (
+            GPU_BOX,
+            {"engine__backend": "cuda"},
+            'engine.backend is "cuda", but its kernels are for bfloat16 and float16',
+        ),
+        (LAPTOP, {"engine__backend": "cuda"}, "it computes on a GPU only"),
+        (dataclasses.replace(GPU_BOX, has_cuda_bindings=False), {}, "package cuda-bindings, which is not installed"),
+        (dataclasses.replace(GPU_BOX, torch_has_cuda=False), {}, "found one for CPUs only"),
+        (dataclasses.replace(GPU_BOX, torch_has_cuda=False), {"engine__backend": "torch"}, "found one for CPUs only"),
         (LAPTOP, {"engine__device": "cuda"}, "no /dev/nvidia0"),
         (dataclasses.replace(GPU_BOX, libcuda_path=None), {"engine__device": "cuda"}, "no libcuda.so.1"),
         (dataclasses.replace(LAPTOP, has_torch=False), {}, "PyTorch, which is not installed"),
