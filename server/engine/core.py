@@ -33,7 +33,17 @@ class PendingStep(Protocol):
 class Runner(Protocol):
     """What the loop needs of a model runner."""
 
+    @property
+    def num_graphs(self) -> int: ...
+
+    @property
+    def num_graphs_wanted(self) -> int: ...
+
     def submit(self, plan: StepPlan) -> PendingStep: ...
+
+    def prepare(self) -> bool:
+        """Do a piece of work that later steps will be glad of; False if there is none left."""
+        ...
 
 
 class EngineLoop:
@@ -60,7 +70,8 @@ class EngineLoop:
 
     def turn(self) -> None:
         """One iteration. At most one step is in flight while the next is scheduled and submitted."""
-        self._read_messages(0.0 if self._scheduler.has_work or self._in_flight else IDLE_POLL_S)
+        is_busy = self._scheduler.has_work or self._in_flight or self._runner.prepare()
+        self._read_messages(0.0 if is_busy else IDLE_POLL_S)
         plan = self._scheduler.schedule()
         if plan is not None:
             self._submit(plan)
@@ -146,6 +157,8 @@ class EngineLoop:
         if not self._in_flight and not scheduler.has_work:
             board.num_executing = 0
             board.engine_beat = time.monotonic()  # idle is not stalled
+        board.num_graphs = self._runner.num_graphs
+        board.num_graphs_wanted = self._runner.num_graphs_wanted
         board.num_running = scheduler.num_running
         board.num_waiting = scheduler.num_waiting
         board.num_free_kv_blocks = scheduler.num_free_blocks

@@ -6,9 +6,12 @@ Knows plans, block tables and which sampling steps are in use. Does not know dev
 from array import array
 from collections.abc import Iterable
 
+from server.kv.block_pool import SCRATCH_BLOCK
 from server.ops.interface import ON_HOST, BatchLimits, StepInputs, StepShape
 from server.ops.sampling import SamplingUse, SlotSampling, bounded_penalty, bounded_temperature
 from server.scheduler.plan import SlotReset, StepPlan, TokenChunk
+
+_NO_SAMPLING = SamplingUse(penalty=False, min_tokens=False, top_k_or_top_p=False, min_p=False, logprobs=False)
 
 
 def slot_sampling(reset: SlotReset, eos_token_ids: Iterable[int], vocab_size: int) -> SlotSampling:
@@ -59,6 +62,42 @@ class InputBatch:
             num_random=num_random,
             reads_last_tokens=reads_last_tokens,
             sampling=_sampling_use(samples),
+        )
+
+    def fill_decodes(self, plan: StepPlan, host: StepInputs[memoryview], num_rows: int) -> StepShape:
+        """As `fill`, for chunks of one token that all sample, with padding up to `num_rows` requests."""
+        return self._pad(self.fill(plan, host), host, num_rows)
+
+    def fill_padding(self, host: StepInputs[memoryview], num_rows: int) -> StepShape:
+        """A decode step of nobody's requests."""
+        host.query_starts[0] = 0
+        empty = StepShape((), (), 0, 0, 0, 0, reads_last_tokens=False, sampling=_NO_SAMPLING)
+        return self._pad(empty, host, num_rows)
+
+    def _pad(self, shape: StepShape, host: StepInputs[memoryview], num_rows: int) -> StepShape:
+        """Rows of the scratch block's first token, sampled for the slot behind the last one."""
+        first, count = shape.num_chunks, num_rows - shape.num_chunks
+        columns = self._limits.max_blocks_per_request
+        _put(host.token_ids[first:], array("i", [0]) * count)
+        _put(host.token_slots[first:], array("i", [ON_HOST]) * count)
+        _put(host.positions[first:], array("i", [0]) * count)
+        _put(host.kv_rows[first:], array("i", [SCRATCH_BLOCK * self._limits.block_size]) * count)
+        _put(host.query_starts[first + 1 :], array("i", range(first + 1, num_rows + 1)))
+        _put(host.context_lens[first:], array("i", [1]) * count)
+        for row in range(first, num_rows):
+            host.block_tables[row * columns] = SCRATCH_BLOCK
+        _put(host.sample_rows[first:], array("i", range(first, num_rows)))
+        _put(host.sample_slots[first:], array("i", [self._limits.max_num_requests]) * count)
+        _put(host.sample_positions[first:], array("i", [1]) * count)
+        return StepShape(
+            starts=shape.starts + (0,) * count,
+            lengths=shape.lengths + (1,) * count,
+            num_tokens=num_rows,
+            num_decodes=num_rows,
+            num_samples=num_rows,
+            num_random=shape.num_random,
+            reads_last_tokens=shape.reads_last_tokens,
+            sampling=shape.sampling,
         )
 
     def _fill_tokens(self, chunks: tuple[TokenChunk, ...], host: StepInputs[memoryview]) -> bool:

@@ -7,7 +7,8 @@ from typing import Generic
 
 from server.models.decoder import Decoder
 from server.models.facts import ModelFacts
-from server.ops.interface import BufferT, Operations, PendingTokens
+from server.ops.interface import Activations, BufferT, Operations, PendingTokens
+from server.runner.graphs import DecodeGraphs
 from server.runner.input_batch import InputBatch, slot_sampling
 from server.scheduler.plan import SampledToken, StepPlan, StepResult
 
@@ -26,8 +27,10 @@ class PendingStep:
     def wait(self) -> StepResult:
         """Block until the step's tokens are on the host."""
         tokens = self._tokens.wait()
-        sampled = (chunk for chunk in self._plan.chunks if chunk.samples)
-        rows = zip(sampled, tokens.token_ids, tokens.logprobs, tokens.is_finite, strict=True)
+        sampled = [chunk for chunk in self._plan.chunks if chunk.samples]
+        assert len(sampled) <= len(tokens.token_ids), f"{len(tokens.token_ids)} tokens for {len(sampled)} samples"
+        # Padding rows come last: they are nobody's.
+        rows = zip(sampled, tokens.token_ids, tokens.logprobs, tokens.is_finite, strict=False)
         return StepResult(
             self._plan.step,
             tuple(
@@ -46,6 +49,17 @@ class ModelRunner(Generic[BufferT]):
         self._ops = ops
         self._decoder = Decoder(facts, ops)
         self._batch = InputBatch(ops.limits)
+        self._graphs = DecodeGraphs(ops, self._run)
+
+    @property
+    def num_graphs(self) -> int:
+        """Decode graphs recorded so far."""
+        return self._graphs.num_graphs
+
+    @property
+    def num_graphs_wanted(self) -> int:
+        """Decode graphs when `prepare` has done all; 0 on a backend without graphs."""
+        return len(self._graphs.sizes)
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Issue the whole step, its tokens' way to the host included. Does not wait for a GPU; a CPU computes here."""
@@ -55,9 +69,39 @@ class ModelRunner(Generic[BufferT]):
                 sampling = slot_sampling(reset, self._eos_token_ids, self._vocab_size)
                 self._batch.reset_slot(reset.slot, sampling)
                 ops.reset_slot(reset.slot, sampling)
-            shape = self._batch.fill(plan, ops.next_staging())
-            act = ops.begin_step(shape)
-            self._decoder.forward(act)
-            if shape.num_samples:
-                ops.sample(act.logits)
+            num_rows = self._graphs.padded_size(len(plan.chunks)) if _is_decode(plan) else None
+            if num_rows is None:
+                shape = self._batch.fill(plan, ops.next_staging())
+                act = ops.begin_step(shape)
+                self._decoder.forward(act)
+                if shape.num_samples:
+                    ops.sample(act.logits)
+            else:
+                shape = self._batch.fill_decodes(plan, ops.next_staging(), num_rows)
+                self._graphs.run_decodes(shape, ops.begin_step(shape))
             return PendingStep(plan, ops.fetch_tokens())
+
+    def prepare(self) -> bool:
+        """Between steps: do a piece of work, of some milliseconds, that later steps save. False: none is left."""
+        size = self._graphs.missing_size
+        if size is None:
+            return False
+        with self._ops.execution_context():
+            shape = self._batch.fill_padding(self._ops.next_staging(), size)
+            act = self._ops.begin_step(shape)
+            if self._graphs.has_run(size):
+                self._graphs.record(shape)
+            else:
+                self._graphs.run_decodes(shape, act)
+            self._ops.fetch_tokens()
+        return True
+
+    def _run(self, act: Activations[BufferT]) -> None:
+        """What a graph holds."""
+        self._decoder.forward(act)
+        self._ops.sample(act.logits)
+
+
+def _is_decode(plan: StepPlan) -> bool:
+    """Every request computes one token and samples the next."""
+    return all(chunk.num_tokens == 1 and chunk.samples for chunk in plan.chunks)

@@ -80,6 +80,11 @@ class EchoRunner:
         self._tokens: dict[int, list[int]] = {}  # slot -> known tokens
         self._num_prompt_tokens: dict[int, int] = {}
 
+    num_graphs = num_graphs_wanted = 0
+
+    def prepare(self) -> bool:
+        return False
+
     def submit(self, plan: StepPlan) -> _DoneStep:
         self.num_steps += 1
         if self.permits is not None:

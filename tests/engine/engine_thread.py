@@ -42,6 +42,11 @@ class ThreadRunner:
         self.permits: queue.SimpleQueue[Exception | None] | None = None
         self.plans: list[StepPlan] = []
 
+    num_graphs = num_graphs_wanted = 0
+
+    def prepare(self) -> bool:
+        return False
+
     def submit(self, plan: StepPlan) -> _Pending:
         self.plans.append(plan)
         if self.permits is not None:
