@@ -34,6 +34,9 @@ class Runner(Protocol):
     """What the loop needs of a model runner."""
 
     @property
+    def graph_size(self) -> int: ...
+
+    @property
     def num_graphs(self) -> int: ...
 
     @property
@@ -124,8 +127,11 @@ class EngineLoop:
         board.executing[: len(request_ids)] = request_ids
         board.num_executing = len(request_ids)
         self._note_starts(plan)
-        self._in_flight.append(self._runner.submit(plan))
         board.step = plan.step
+        try:
+            self._in_flight.append(self._runner.submit(plan))
+        finally:
+            board.graph_size = self._runner.graph_size
         board.engine_beat = time.monotonic()
 
     def _note_starts(self, plan: StepPlan) -> None:

@@ -21,6 +21,7 @@ from server.launch.fork_check import forked_at
 from server.launch.parent_death import die_with_parent
 from server.launch.service import Service, current_service
 from server.launch.supervisor import wake_master
+from server.ops.cuda.driver import DriverError
 from server.telemetry.logging import configure_logging
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,8 @@ def run_engine(service: Service) -> None:
     except Exception as error:
         if board.stop:  # whoever waited for something gave up because the service ends
             os._exit(ExitCode.STOPPED)
+        if isinstance(error, DriverError):
+            note_device_fault(board, error)
         logger.exception("the engine failed")
         if board.model_state != ModelState.READY and board.boot_attempts >= max_attempts:
             _halt(board, ExitCode.ENGINE_FAILED, f"the engine did not start in {max_attempts} attempts: {error!r}")
@@ -108,6 +111,20 @@ def backoff_s(attempt: int) -> float:
 def pause_after_short_life_s(age_s: float) -> float:
     """Pause when the last engine was ready `age_s` ago: a request that kills every engine must not spin them."""
     return _FIRST_BACKOFF_S if age_s < _SHORT_LIFE_S else 0.0
+
+
+def note_device_fault(board: Board, error: DriverError) -> None:
+    """A failed call leaves a device's context unusable: say what ran, for the successor and the log. Tier 0 is ours."""
+    board.note_fault(error.code, str(error), tier=0)
+    request_ids = [f"{board.fault_requests[index]:x}" for index in range(board.num_fault_requests)]
+    logger.error(
+        "device error %d in step %d, tier 0, graph size %d, of requests %s: %s",
+        error.code,
+        board.fault_step,
+        board.fault_graph_size,
+        ", ".join(request_ids) or "of nobody",
+        error,
+    )
 
 
 def _halt(board: Board, code: ExitCode, reason: str) -> None:

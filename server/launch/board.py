@@ -17,6 +17,7 @@ from pathlib import Path
 from server.launch.stages import Stage, Track
 
 MAX_EXECUTING = 1024
+MAX_EOS_TOKEN_IDS = 16
 _TEXT_BYTES = 512
 _MEMFD_NAME = "model-server-board"
 
@@ -74,6 +75,8 @@ class Board(ctypes.Structure):
     stop_at: float
     halt_code: int
     halt_reason: bytes
+    device_name: bytes
+    fault_call: bytes
     reaped_at: float
     _fields_ = [
         # master
@@ -112,11 +115,27 @@ class Board(ctypes.Structure):
         ("prefix_hit_tokens", ctypes.c_int64),
         ("num_prompt_tokens", ctypes.c_int64),
         ("num_generated_tokens", ctypes.c_int64),
+        ("graph_size", ctypes.c_int64),  # rows of the decode graph that the last step replayed; 0: it was issued singly
         ("num_executing", ctypes.c_int64),
         ("executing", ctypes.c_uint64 * MAX_EXECUTING),
+        # the last failed call of a device, written by the model worker that it ended
+        ("num_faults", ctypes.c_int64),
+        ("fault_code", ctypes.c_int64),
+        ("fault_step", ctypes.c_int64),
+        ("fault_tier", ctypes.c_int64),
+        ("fault_graph_size", ctypes.c_int64),
+        ("fault_call", ctypes.c_char * _TEXT_BYTES),
+        ("num_fault_requests", ctypes.c_int64),
+        ("fault_requests", ctypes.c_uint64 * MAX_EXECUTING),
+        # what the first model worker found and a replacement need not look for again; 0: nothing yet
+        ("kv_pool_bytes", ctypes.c_int64),
+        ("num_token_ids", ctypes.c_int64),
+        ("num_eos_token_ids", ctypes.c_int64),
+        ("eos_token_ids", ctypes.c_int64 * MAX_EOS_TOKEN_IDS),
         # whoever forks: counts forks that broke the rules (a second thread, CUDA touched)
         ("num_forks", ctypes.c_int64),
         ("num_bad_forks", ctypes.c_int64),
+        ("device_name", ctypes.c_char * 64),  # written by whoever makes the first context
         # decode graphs of the running model worker: captured, and wanted in all (0: it uses none)
         ("num_graphs", ctypes.c_int64),
         ("num_graphs_wanted", ctypes.c_int64),
@@ -158,6 +177,14 @@ class Board(ctypes.Structure):
         if not self.halt_code:
             self.halt_reason = reason.encode(errors="replace")[: _TEXT_BYTES - 1]
             self.halt_code = code
+
+    def note_fault(self, code: int, call: str, tier: int) -> None:
+        """Model worker only: a call of the device failed. What was executing then stays readable after its death."""
+        self.fault_code, self.fault_call = code, call.encode(errors="replace")[: _TEXT_BYTES - 1]
+        self.fault_step, self.fault_tier, self.fault_graph_size = self.step, tier, self.graph_size
+        self.num_fault_requests = self.num_executing
+        ctypes.memmove(self.fault_requests, self.executing, ctypes.sizeof(self.executing))
+        self.num_faults += 1
 
     def raise_stop(self, mode: StopMode) -> None:
         """Master only, before it signals anybody: signals are wake-ups, and whoever misses one reads this."""

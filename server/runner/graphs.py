@@ -68,6 +68,10 @@ class DecodeGraphs(Generic[BufferT]):
             self._run(act)
             self._has_run.add(size)
 
+    def has_graph(self, size: int) -> bool:
+        """Whether a step of this size will be replayed."""
+        return size in self._graphs
+
     def has_run(self, size: int) -> bool:
         """Whether a step of this size has run, so that it may be recorded."""
         return size in self._has_run

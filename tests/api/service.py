@@ -80,7 +80,7 @@ class EchoRunner:
         self._tokens: dict[int, list[int]] = {}  # slot -> known tokens
         self._num_prompt_tokens: dict[int, int] = {}
 
-    num_graphs = num_graphs_wanted = 0
+    graph_size = num_graphs = num_graphs_wanted = 0
 
     def prepare(self) -> bool:
         return False

@@ -42,7 +42,7 @@ class ThreadRunner:
         self.permits: queue.SimpleQueue[Exception | None] | None = None
         self.plans: list[StepPlan] = []
 
-    num_graphs = num_graphs_wanted = 0
+    graph_size = num_graphs = num_graphs_wanted = 0
 
     def prepare(self) -> bool:
         return False
