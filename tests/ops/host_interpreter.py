@@ -4,7 +4,9 @@ The interpreter redefines triton.language around each launch and each call of a 
 kernel; here it is done once per process. Nothing can be compiled by Triton in that process afterwards.
 """
 
+import functools
 import itertools
+import math
 import threading
 import warnings
 from collections.abc import Iterator
@@ -174,11 +176,56 @@ def _patch_lang_once(function: Any) -> _NothingToRestore:
     return _NothingToRestore()
 
 
+# Triton makes types and shapes anew for each result, which takes longer than the arithmetic of small tensors.
+
+
+@functools.cache
+def _shape(sizes: tuple[int, ...]) -> tuple[tl.tuple, tl.tuple, tl.constexpr, str]:
+    """Of a block type, of a tensor, number of elements, and the first as text."""
+    plain = tl.tuple(list(sizes))
+    constant = tl.tuple([tl.constexpr(size) for size in sizes])
+    return plain, constant, tl.constexpr(math.prod(sizes)), str(plain)
+
+
+def _init_block_type(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
+    sizes = tuple(getattr(size, "value", size) for size in shape)
+    self.element_ty = element_ty
+    self.shape, _, numel, text = _shape(sizes)
+    self.numel = numel.value
+    self.name = f"<{text}, {element_ty}>"
+
+
+def _init_tensor(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
+    self.handle = handle
+    self.type = type
+    self.dtype = type.scalar
+    _, self.shape, self.numel, _ = _shape(tuple(type.shape.values) if type.is_block() else ())
+
+
+_original_np_dtype = interpreter._get_np_dtype
+_np_dtypes: dict[str, np.dtype] = {}
+
+
+def _get_np_dtype(kind: tl.dtype) -> np.dtype:
+    scalar = kind.scalar
+    if isinstance(scalar, tl.pointer_type):
+        return np.dtype(np.uint64)
+    found = _np_dtypes.get(scalar.name)
+    if found is None:
+        found = _np_dtypes[scalar.name] = _original_np_dtype(scalar)
+    return found
+
+
 def _install() -> None:
     for name, member in vars(_PatchedBuilder).items():
         if callable(member):
             setattr(interpreter.InterpreterBuilder, name, member)
     interpreter._patch_lang = _patch_lang_once
+    interpreter._get_np_dtype = _get_np_dtype
+    tl.core.block_type.__init__ = _init_block_type
+    tl.core.tensor.__init__ = _init_tensor
+    # Compiled kernels do not look for overflow either; it makes each integer operation four.
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
 
 _install()
