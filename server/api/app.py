@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 import server
-from server.api import completions, health, metrics, models, native
+from server.api import completions, health, metrics, models, native, startup
 from server.api.errors import add_error_handlers
 from server.api.limits import BodyLimit, RequestIds
 from server.api.serving import Serving
@@ -59,7 +59,7 @@ def create_app(
             await engine.close()
 
     app = FastAPI(title="model-server", version=server.__version__, lifespan=lifespan, redirect_slashes=False)
-    for routes in (health, native, completions, models, metrics):
+    for routes in (health, startup, native, completions, models, metrics):
         app.include_router(routes.router)
     add_error_handlers(app, request_metrics.count_error)
     app.add_middleware(BodyLimit, max_bytes=settings.server.max_body_bytes)

@@ -75,7 +75,7 @@ def _start(arbiter: Any, settings: Settings, folder: RuntimeDir, notifier: Notif
     board = Board.create()
     board.master_pid = os.getpid()
     board.started_at = _process_start()
-    board.begin_stage(Role.MASTER, "python, gunicorn", board.started_at)
+    board.begin_stage(Role.MASTER, "python and gunicorn", board.started_at)
     board.begin_stage(Role.MASTER, "imports", IMPORTED_AT)
     board.begin_stage(Role.MASTER, "port")
     check_every_fork(board)

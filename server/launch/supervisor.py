@@ -17,6 +17,7 @@ from server.launch.board import Board, ExitCode, LoaderState, ModelState, Role, 
 from server.launch.loader import LoaderProcess
 from server.launch.sd_notify import Notifier
 from server.launch.service import Service
+from server.telemetry.timeline import describe_start, ready_at
 
 logger = logging.getLogger(__name__)
 
@@ -123,12 +124,15 @@ class Supervisor:
 
     def _announce(self) -> None:
         board = self._board
-        if board.model_state == ModelState.READY and board.web_ready_at:
+        service_ready_at = ready_at(board)
+        if board.model_state == ModelState.READY and service_ready_at:
             if not self._has_announced:
                 self._has_announced = True
-                seconds = max(board.ready_at, board.web_ready_at) - board.started_at
+                seconds = service_ready_at - board.started_at
                 self._notifier.ready(f"ready after {seconds:.1f} s")
                 logger.info("ready after %.2f s on port %d", seconds, board.port)
+                for line in describe_start(board):
+                    logger.info("start: %s", line)
         elif not self._has_announced:
             self._notifier.status(loading_status(board))
 

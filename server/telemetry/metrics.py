@@ -14,6 +14,7 @@ from prometheus_client.samples import Sample
 
 from server.launch.board import Board, ModelState
 from server.telemetry.shared_values import SharedValues
+from server.telemetry.timeline import read_startup
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _OWN_PREFIX = "model_server_"
@@ -29,6 +30,10 @@ _WITHOUT_ALIAS = frozenset(
         "engine_steps",
         "startup_seconds",
         "startup_bytes",
+        "startup_ready_seconds",
+        "startup_critical_seconds",
+        "restart_seconds",
+        "graphs",
     )
 )
 _FINISHED_REASONS = ("length", "stop")
@@ -115,11 +120,12 @@ class _BoardCollector(Collector):
 
     def _startup(self) -> Iterator[Metric]:
         """Seconds and bytes of each finished stage of the start; a stage that ran twice is added up."""
+        board = self._board
         labels = ["model_name", "role", "stage"]
         seconds = GaugeMetricFamily(f"{_OWN_PREFIX}startup_seconds", "Time of a stage of the start", labels=labels)
         sizes = GaugeMetricFamily(f"{_OWN_PREFIX}startup_bytes", "Bytes moved by a stage of the start", labels=labels)
         totals: dict[tuple[str, str], tuple[float, int]] = {}
-        for stage in self._board.timeline():
+        for stage in board.timeline():
             if stage.end:
                 key = (stage.role.decode(), stage.name.decode())
                 duration_s, num_bytes = totals.get(key, (0.0, 0))
@@ -128,6 +134,33 @@ class _BoardCollector(Collector):
             seconds.add_metric([self._model_name, role, name], duration_s)
             sizes.add_metric([self._model_name, role, name], num_bytes)
         yield from (seconds, sizes)
+        yield from self._whole_start()
+        yield self._gauge("graphs", "Decode graphs captured by the model worker", board.num_graphs)
+
+    def _whole_start(self) -> Iterator[Metric]:
+        view = read_startup(self._board, "")
+        if view.ready_s is not None:
+            yield self._gauge("startup_ready_seconds", "From exec to the first possible answer", view.ready_s)
+        labels = ["model_name", "role", "stage"]
+        critical = GaugeMetricFamily(
+            f"{_OWN_PREFIX}startup_critical_seconds", "Of each stage, what everyone waited for", labels=labels
+        )
+        totals: dict[tuple[str, str], float] = {}
+        for part in view.critical_path:
+            key = (part.role, part.stage or "")
+            totals[key] = totals.get(key, 0.0) + part.seconds
+        for (role, name), duration_s in totals.items():
+            critical.add_metric([self._model_name, role, name], duration_s)
+        yield critical
+        restarts = GaugeMetricFamily(
+            f"{_OWN_PREFIX}restart_seconds",
+            "Of the last restart, from the loss to ready",
+            labels=["model_name", "role"],
+        )
+        for role, restart in view.restarts.items():
+            if restart.down_s is not None:
+                restarts.add_metric([self._model_name, role], restart.down_s)
+        yield restarts
 
     def _gauge(self, name: str, text: str, value: float, labels: dict[str, str] | None = None) -> Metric:
         labels = {"model_name": self._model_name} | (labels or {})

@@ -11,7 +11,7 @@ from server.launch.board import Role
 
 @dataclass(frozen=True, slots=True)
 class StageFacts:
-    """`check`: what held when the stage ended, or it would not have ended. `expected_rate`: bytes/s, instead of seconds.
+    """`check`: what held when the stage ended, or it would not have ended. `expected_rate`: of its bytes, per second.
 
     `waits_for`: the stage does nothing but wait until that stage of that role has ended.
     """
@@ -28,7 +28,7 @@ _DYING = StageFacts("the dead process was reaped: its memory and sockets are fre
 _RESPAWN = StageFacts("the parent forks again", 0.01)
 
 STAGES: dict[tuple[Role, str], StageFacts] = {
-    (Role.MASTER, "python, gunicorn"): StageFacts("the interpreter and Gunicorn are imported", 0.12),
+    (Role.MASTER, "python and gunicorn"): StageFacts("the interpreter and Gunicorn are imported", 0.12),
     (Role.MASTER, "imports"): StageFacts("our modules are imported, the settings are valid", 0.1),
     (Role.MASTER, "port"): StageFacts("the runtime folder is locked, the port is bound", 0.005),
     (Role.MASTER, "checkpoint"): StageFacts("every shard's header fits the model's configuration", 0.01),
@@ -76,3 +76,38 @@ STAGES: dict[tuple[Role, str], StageFacts] = {
 
 NO_FACTS = StageFacts("it ended without an error")
 PARENTS = {Role.LOADER: Role.MASTER, Role.ARBITER: Role.MASTER, Role.MODEL: Role.ARBITER, Role.WEB: Role.MASTER}
+
+
+@dataclass(frozen=True, slots=True)
+class ChecklistItem:
+    """A step of the ordered checklist that servers of this kind go through, and which of our stages do its work.
+
+    `elsewhere_s`: what it took in the report that this project began with (an A100, Qwen2-7B).
+    """
+
+    name: str
+    elsewhere_s: float
+    stages: tuple[tuple[Role, str], ...]
+    note: str
+
+
+CHECKLIST = (
+    ChecklistItem("imports", 0.9, ((Role.MASTER, "imports"), (Role.ARBITER, "imports")), "done before any fork"),
+    ChecklistItem("context", 0.8, ((Role.MODEL, "context"),), "made after the last fork: none survives one"),
+    ChecklistItem(
+        "libraries and kernels",
+        3.2,
+        ((Role.MODEL, "libraries"), (Role.MODEL, "kernels")),
+        "exactly those that a prefill and a decode use; no cuDNN, which the model has no use for",
+    ),
+    ChecklistItem("autograd off", 0.01, (), "no step records a gradient: nothing to do at the start"),
+    ChecklistItem(
+        "weights",
+        43.0,
+        ((Role.LOADER, "allocate"), (Role.LOADER, "weights"), (Role.LOADER, "checksum")),
+        "beside everything else, in a process of their own",
+    ),
+    ChecklistItem("compile", 89.0, (), "nobody waits for a compiler: kernels are built before"),
+    ChecklistItem("KV pool", 0.5, ((Role.MODEL, "pool"),), "one allocation"),
+    ChecklistItem("ready", 0.1, ((Role.MODEL, "first token"), (Role.MODEL, "graph")), "a real token was generated"),
+)
