@@ -3,6 +3,7 @@
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from math import ceil
 
 from fastapi import FastAPI
 
@@ -43,6 +44,8 @@ def create_app(
         max_requests=settings.engine.max_num_requests + settings.engine.max_waiting_requests,
         max_waiting_tokens=settings.engine.max_waiting_tokens,
         watchdog_s=settings.engine.watchdog_s,
+        early_wait_s=settings.engine.early_requests_wait_s,
+        max_early_requests=ceil(settings.engine.max_waiting_requests / settings.server.web_workers),
     )
 
     @asynccontextmanager

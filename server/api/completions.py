@@ -22,7 +22,14 @@ from server.api.completions_schema import (
     Usage,
 )
 from server.api.errors import ModelNotFound, end_in_error_event
-from server.api.generation import Generation, GenerationRequest, Times, merge_events, open_generations
+from server.api.generation import (
+    Generation,
+    GenerationRequest,
+    Times,
+    hold_while_loading,
+    merge_events,
+    open_generations,
+)
 from server.api.prompts import check_token_ids, encode_prompt, random_seed, resolve_top_k
 from server.api.serving import Serving, ServingDep
 from server.api.sse import DONE_EVENT, EventStream, encode_event, unless_disconnected
@@ -66,6 +73,7 @@ async def complete(
     request: Request,
 ) -> Response:
     """Continue one or more prompts."""
+    await hold_while_loading(serving, request)
     call = await _admit(serving, body)
     if body.stream:
         chunks = _stream_chunks(call, body.stream_options or StreamOptions())

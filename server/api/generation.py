@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Literal, Self
 
+from starlette.requests import Request
+
 from server.api.serving import Serving
+from server.api.sse import unless_disconnected
 from server.engine.messages import FinishReason, SamplingParams, TokenOutput
 from server.errors import InvalidRequest, Overloaded, RequestFailed
 from server.text.detokenizer import IncrementalDetokenizer
@@ -133,6 +136,15 @@ class Generation:
         self._stream.abort()  # a stop string ends the text before the engine knows
         self._metrics.request_latency.observe(self.times.last_token - self.times.arrived)
         self._metrics.count_finished("length" if finish == "length" else "stop")
+
+
+async def hold_while_loading(serving: Serving, request: Request) -> None:
+    """Call when the body has been read. Returns once an engine is there or the request is not to wait for the first.
+
+    Raises NotReady or Overloaded, so that the status says it, or ClientDisconnect.
+    """
+    if not serving.board.ready_at:
+        await unless_disconnected(request.receive, serving.engine.wait_until_served())
 
 
 def open_generations(serving: Serving, requests: Sequence[GenerationRequest], times: Times) -> list[Generation]:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 import server
 from server.api.bodies import body_of, openapi_body
 from server.api.errors import end_in_error_event
-from server.api.generation import Finish, Generation, GenerationRequest, Times, TokenEvent
+from server.api.generation import Finish, Generation, GenerationRequest, Times, TokenEvent, hold_while_loading
 from server.api.native_schema import (
     MAX_STOP_STRINGS,
     CompatGenerateBody,
@@ -54,6 +54,7 @@ async def generate(
     body: Annotated[GenerateBody, Depends(body_of(GenerateBody))], serving: ServingDep, request: Request
 ) -> Response:
     """Generate text and answer when it is complete."""
+    await hold_while_loading(serving, request)
     call = await _admit(serving, body, with_logprobs=_wants_details(body), full_text_default=False)
     return await _whole_answer(serving, call, request, as_list=False)
 
@@ -63,6 +64,7 @@ async def generate_stream(
     body: Annotated[GenerateBody, Depends(body_of(GenerateBody))], serving: ServingDep, request: Request
 ) -> Response:
     """Generate text and send an event for each token."""
+    await hold_while_loading(serving, request)
     return _streamed_answer(serving, await _admit_stream(serving, body, full_text_default=False), request)
 
 
@@ -71,6 +73,7 @@ async def generate_compat(
     body: Annotated[CompatGenerateBody, Depends(body_of(CompatGenerateBody))], serving: ServingDep, request: Request
 ) -> Response:
     """Either of the two, chosen by `stream`: what huggingface_hub's InferenceClient calls."""
+    await hold_while_loading(serving, request)
     if body.stream:
         return _streamed_answer(serving, await _admit_stream(serving, body, full_text_default=True), request)
     call = await _admit(serving, body, with_logprobs=_wants_details(body), full_text_default=True)

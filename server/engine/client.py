@@ -42,11 +42,16 @@ RECONNECT_INTERVAL_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
-    """max_requests: running and waiting, in the whole service. max_waiting_tokens: prompts of this worker that wait."""
+    """max_requests: running and waiting, in the whole service. max_waiting_tokens: prompts of this worker that wait.
+
+    early_wait_s: how long a request may wait for the first engine; max_early_requests: how many of this worker may.
+    """
 
     max_requests: int
     max_waiting_tokens: int
     watchdog_s: float
+    early_wait_s: float = 0.0
+    max_early_requests: int = 0
 
 
 class RequestStream:
@@ -140,6 +145,8 @@ class EngineClient:
         # Two web workers must never choose the same id, also not after one was replaced.
         self._ids = itertools.count(secrets.randbits(32) << 32)
         self._first_tokens: deque[float] = deque(maxlen=256)
+        self._has_served = asyncio.Event()  # an engine has said hello, or none ever will
+        self._num_early = 0
 
     async def start(self) -> None:
         """Begin to connect. Returns at once: the engine may be ready much later."""
@@ -159,6 +166,24 @@ class EngineClient:
     def num_live(self) -> int:
         """Requests submitted by this worker that have not ended."""
         return len(self._live)
+
+    async def wait_until_served(self) -> None:
+        """Before the first engine is ready, and if the limits allow it: wait for it, then `submit` decides.
+
+        Raises NotReady when it takes longer than a request may wait, Overloaded when too many wait.
+        """
+        limits = self._limits
+        if self._board.ready_at or self._board.stop or not limits.early_wait_s:
+            return
+        if self._num_early >= limits.max_early_requests:
+            raise Overloaded(f"the model is loading, and {self._num_early} requests wait for it already")
+        self._num_early += 1
+        try:
+            await asyncio.wait_for(self._has_served.wait(), limits.early_wait_s)
+        except TimeoutError:
+            raise NotReady(f"the model is loading, for longer than {limits.early_wait_s:.0f} s now") from None
+        finally:
+            self._num_early -= 1
 
     def submit(self, token_ids: list[int], sampling: SamplingParams, priority: int = 0) -> RequestStream:
         """Admit a request. Raises NotReady while no engine can take it, Overloaded when too much waits."""
@@ -236,6 +261,8 @@ class EngineClient:
         """Wait for end-of-file; a connection in the backlog is silent until an engine accepts it, hence the limit."""
         while not connection.lost.done():
             await asyncio.wait([connection.lost], timeout=1.0)
+            if self._board.stop:  # the engine may never say hello
+                self._has_served.set()
             self._give_up_if_too_late()
 
     def _give_up_if_too_late(self) -> None:
@@ -243,6 +270,7 @@ class EngineClient:
             self._fail_all()
 
     def _fail_all(self) -> None:
+        self._has_served.set()
         streams, self._live = list(self._live.values()), {}
         for stream in streams:
             stream.give_up()
@@ -253,6 +281,7 @@ class EngineClient:
                 self._deliver(output)
         elif isinstance(message, Hello):
             self._down_since = None
+            self._has_served.set()
             if message.version != PROTOCOL_VERSION:
                 raise ProtocolError(f"engine speaks version {message.version}, this worker {PROTOCOL_VERSION}")
 
