@@ -66,7 +66,6 @@ def load_cublas(search_folders: Iterable[str] | None = None) -> CublasLibrary:
     """From NVIDIA's wheels below `search_folders` (default: sys.path), else as the dynamic linker finds it."""
     folders = [Path(folder) / below for folder in search_folders or sys.path for below in WHEEL_FOLDERS]
     lt, cublas = (_load(name, folders) for name in LIBRARY_NAMES)
-    cublas.cublasGetStatusName.restype = ctypes.c_char_p
     return CublasLibrary(cublas, lt)
 
 
@@ -77,7 +76,7 @@ def _load(name: str, folders: list[Path]) -> ctypes.CDLL:
     except OSError as error:
         raise StartupError(
             f"cannot load {path}: {error}; looked in {' and '.join(WHEEL_FOLDERS)} below the folders of sys.path, then "
-            "where the dynamic linker looks. Install the extra `cuda`, which brings the package nvidia-cublas (version 13)"
+            "where the dynamic linker looks; install the extra `cuda`, which brings nvidia-cublas, version 13"
         ) from error
 
 
@@ -90,14 +89,17 @@ class Gemms:
 
     def __init__(self, library: CublasLibrary) -> None:
         self._library = library
+        library.cublas.cublasGetStatusName.restype = ctypes.c_char_p
         self._handle = ctypes.c_void_p()
         self._check(library.cublas.cublasCreate_v2(ctypes.byref(self._handle)), "cublasCreate")
         mode = ctypes.c_int(DISALLOW_REDUCED_PRECISION_REDUCTION)
         self._check(library.cublas.cublasSetMathMode(self._handle, mode), "cublasSetMathMode")
         self._gemm_ex = library.cublas.cublasGemmEx
-        self._bound: tuple[int, int, tuple[int, ...]] | None = None
-        self._plain: dict[tuple[tuple[int, ...], BufferDType, BufferDType], PlainGemm] = {}
-        self._biased: dict[tuple[tuple[int, ...], BufferDType], BiasedGemm] = {}
+        self._stream: int | None = None
+        self._workspace: Buffer | None = None
+        # By shape and dtype of weight, then dtypes.
+        self._plain: dict[tuple[tuple[int, ...], BufferDType, BufferDType, BufferDType], PlainGemm] = {}
+        self._biased: dict[tuple[tuple[int, ...], BufferDType, BufferDType, BufferDType, BufferDType], BiasedGemm] = {}
 
     def run(self, x: Buffer, weight: Buffer, bias: Buffer | None, out: Buffer, workspace: Buffer, stream: int) -> None:
         """out [m, n] = x [m, k] @ weight [n, k].T + bias [n]. n and k are multiples of 8, addresses of 16."""
@@ -113,10 +115,9 @@ class Gemms:
             self._run_biased(x, weight, bias, out, workspace, stream)
 
     def _run_plain(self, x: Buffer, weight: Buffer, out: Buffer, workspace: Buffer, stream: int) -> None:
-        binding = (stream, workspace.address, workspace.shape)
-        if binding != self._bound:
+        if stream != self._stream or workspace is not self._workspace:
             self._bind(stream, workspace)
-        key = (weight.shape, x.dtype, out.dtype)
+        key = (weight.shape, weight.dtype, x.dtype, out.dtype)
         gemm = self._plain.get(key)
         if gemm is None:
             assert weight.dtype == x.dtype, f"{x.dtype} x {weight.dtype}"
@@ -130,11 +131,10 @@ class Gemms:
             self._check(status, f"cublasGemmEx of x {x.shape}, weight {weight.shape}, {x.dtype} -> {out.dtype}")
 
     def _run_biased(self, x: Buffer, weight: Buffer, bias: Buffer, out: Buffer, workspace: Buffer, stream: int) -> None:
-        key = (weight.shape, x.dtype)
+        key = (weight.shape, weight.dtype, x.dtype, out.dtype, bias.dtype)
         gemm = self._biased.get(key)
         if gemm is None:
-            dtypes = (x.dtype, weight.dtype, bias.dtype, out.dtype)
-            assert len(set(dtypes)) == 1, f"with a bias all four are of one dtype, not {dtypes}"
+            assert len(set(key[1:])) == 1, f"with a bias all four are of one dtype, not {key[1:]}"
             gemm = self._biased[key] = BiasedGemm(self._library, self._handle, weight.shape, x.dtype, self._check)
         gemm.run(x.shape[0], x.address, weight.address, bias.address, out.address, workspace, stream)
 
@@ -144,7 +144,7 @@ class Gemms:
         self._check(cublas.cublasSetStream_v2(self._handle, ctypes.c_void_p(stream)), "cublasSetStream")
         status = cublas.cublasSetWorkspace_v2(self._handle, address, ctypes.c_size_t(workspace.num_bytes))
         self._check(status, "cublasSetWorkspace")
-        self._bound = (stream, workspace.address, workspace.shape)
+        self._stream, self._workspace = stream, workspace
 
     def _check(self, status: int, call: str) -> None:
         if status:
