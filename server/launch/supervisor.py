@@ -17,7 +17,7 @@ from server.launch.board import Board, ExitCode, LoaderState, ModelState, Role, 
 from server.launch.loader import LoaderProcess
 from server.launch.sd_notify import Notifier
 from server.launch.service import Service
-from server.telemetry.timeline import describe_start, ready_at
+from server.telemetry.timeline import describe_start, ready_at, running_stages
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ def loading_status(board: Board) -> str:
 
 
 class StartDeadline:
-    """Ends a start, first or repeated, that makes no progress: no bytes, no new stage, no new attempt."""
+    """Ends a start, first or repeated, in which no byte and no stage moves. It names the stages that hang."""
 
     def __init__(self, board: Board, limit_s: float) -> None:
         self._board = board
@@ -157,12 +157,14 @@ class StartDeadline:
     def check(self) -> None:
         """Halt the service when the limit is exceeded. Call it about once a second."""
         board, now = self._board, time.monotonic()
-        progress = (board.model_state, board.bytes_loaded, board.boot_attempts, board.num_stages_begun)
-        if board.model_state == ModelState.READY or progress != self._progress:
+        is_ready = board.model_state == ModelState.READY and board.web_ready_at
+        progress = (board.bytes_loaded, board.num_stages_begun, board.model_pid, board.arbiter_pid)
+        if is_ready or progress != self._progress:
             self._progress, self._since = progress, now
         elif now - self._since > self._limit_s:
+            hanging = "; ".join(running_stages(board)) or "no stage running"
             board.halt(
                 ExitCode.ENGINE_FAILED,
-                f"no progress towards a ready engine for {self._limit_s:.0f} s (engine.load_deadline_s), "
-                f"last seen: {loading_status(board)}",
+                f"no progress towards a ready engine for {self._limit_s:.0f} s (engine.load_deadline_s): {hanging}; "
+                f"{loading_status(board)}",
             )

@@ -110,6 +110,18 @@ def ready_at(board: Board) -> float | None:
     return max(model_ready_at, board.web_ready_at) if model_ready_at and board.web_ready_at else None
 
 
+def running_stages(board: Board) -> list[str]:
+    """Which stages run now, of starts and restarts, those that only wait for others last: "loader weights for 12 s"."""
+    now, found = time.monotonic(), []
+    for role in Role:
+        *_, stage = [None, *board.track(role).rows()]
+        if stage is not None and not stage.end:
+            name = stage.name.decode()
+            is_waiting = STAGES.get((role, name), NO_FACTS).waits_for is not None
+            found.append((is_waiting, f"{role.name.lower()} {name} for {now - stage.begin:.0f} s"))
+    return [text for _, text in sorted(found, key=lambda item: item[0])]
+
+
 def read_startup(board: Board, backend: str) -> Startup:
     """The view of this moment. `backend`: what is expected holds for the cuda backend alone."""
     view = _View(board, _device_name(board), backend == "cuda")

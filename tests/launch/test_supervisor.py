@@ -4,7 +4,7 @@ from typing import cast
 import pytest
 from gunicorn.errors import HaltServer
 
-from server.launch.board import Board, ExitCode, LoaderState, ModelState, StopMode
+from server.launch.board import Board, ExitCode, LoaderState, ModelState, Role, StopMode
 from server.launch.loader import LoaderProcess
 from server.launch.sd_notify import Notifier
 from server.launch.service import Service
@@ -40,9 +40,36 @@ def test_a_start_that_stands_still_ends_with_what_was_seen_last(clock: list[floa
     assert b"25 %" in board.halt_reason
 
 
-def test_a_ready_service_has_no_deadline_until_it_starts_again(clock: list[float]) -> None:
+def test_a_start_that_hangs_names_the_stage_it_hangs_in_and_who_waits_for_it(clock: list[float]) -> None:
+    board = Board.create()
+    deadline = StartDeadline(board, 10)
+    with board.stage(Role.MASTER, "checkpoint"):
+        pass
+    board.begin_stage(Role.MODEL, "wait for weights")
+    clock[0] += 9
+    board.begin_stage(Role.LOADER, "weights")
+    deadline.check()
+    assert not board.halt_code
+    clock[0] += 11
+    deadline.check()
+    assert board.halt_code == ExitCode.ENGINE_FAILED
+    assert b"loader weights for 11 s; model wait for weights for 20 s" in board.halt_reason
+    assert b"checkpoint" not in board.halt_reason
+
+
+def test_an_engine_without_a_listening_web_worker_is_no_finished_start(clock: list[float]) -> None:
     board = Board.create()
     board.model_state = ModelState.READY
+    deadline = StartDeadline(board, 10)
+    deadline.check()
+    clock[0] += 11
+    deadline.check()
+    assert board.halt_code == ExitCode.ENGINE_FAILED
+
+
+def test_a_ready_service_has_no_deadline_until_it_starts_again(clock: list[float]) -> None:
+    board = Board.create()
+    board.model_state, board.web_ready_at = ModelState.READY, clock[0]
     deadline = StartDeadline(board, 10)
     for _ in range(3):
         clock[0] += 100

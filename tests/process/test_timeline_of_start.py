@@ -8,7 +8,7 @@ import signal
 import time
 from typing import Any
 
-from server.launch.board import ModelState, Role
+from server.launch.board import ExitCode, ModelState, Role
 from tests.process.conftest import StartService
 from tests.process.harness import ProcessService
 
@@ -62,3 +62,12 @@ def test_restarts_of_model_worker_and_arbiter_have_timelines_of_their_own(start:
     assert view["restarts"]["model"]["count"] == 2
     assert view["restarts"]["model"]["stages"][0]["stage"] == "fork"
     assert view["stages"] == first["stages"]
+
+
+def test_a_start_that_hangs_ends_with_the_stage_it_hung_in(start: StartService) -> None:
+    service = start(engine__load_deadline_s=1)
+    board = service.wait_for(lambda board: board.arbiter_pid > 0, "a dirty arbiter")
+    os.kill(board.arbiter_pid, signal.SIGSTOP)
+    ended = service.end()
+    assert (ended.exit_code, ended.survivors) == (ExitCode.ENGINE_FAILED, ())
+    assert "engine.load_deadline_s): arbiter " in service.log
