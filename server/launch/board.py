@@ -44,12 +44,15 @@ class Role(IntEnum):
 
 
 class LoaderState(IntEnum):
-    """Written by the loader (FAILED: by the master, from its exit status)."""
+    """Written by the loader, or by the model worker that finishes its work.
+
+    CANNOT_SHARE: memory does not outlive a process here, every model worker loads into its own.
+    """
 
     NONE = 0
     LOADING = 1
     LOADED = 2
-    FAILED = 3
+    CANNOT_SHARE = 3
 
 
 class ModelState(IntEnum):
@@ -75,6 +78,7 @@ class Board(ctypes.Structure):
     stop_at: float
     halt_code: int
     halt_reason: bytes
+    loader_failure: bytes
     device_name: bytes
     fault_call: bytes
     reaped_at: float
@@ -90,6 +94,9 @@ class Board(ctypes.Structure):
         ("halt_reason", ctypes.c_char * _TEXT_BYTES),
         # loader
         ("loader_state", ctypes.c_int64),
+        ("loader_pid", ctypes.c_int64),
+        ("loader_beat", ctypes.c_double),
+        ("loader_failure", ctypes.c_char * _TEXT_BYTES),  # by the loader, or by the master from its exit status
         ("bytes_total", ctypes.c_int64),
         ("bytes_loaded", ctypes.c_int64),
         # arbiter and model worker
@@ -185,6 +192,11 @@ class Board(ctypes.Structure):
         self.num_fault_requests = self.num_executing
         ctypes.memmove(self.fault_requests, self.executing, ctypes.sizeof(self.executing))
         self.num_faults += 1
+
+    def note_loader_failure(self, reason: str) -> None:
+        """For the one who takes over. The first reason stands."""
+        if not self.loader_failure:
+            self.loader_failure = reason.encode(errors="replace")[: _TEXT_BYTES - 1]
 
     def raise_stop(self, mode: StopMode) -> None:
         """Master only, before it signals anybody: signals are wake-ups, and whoever misses one reads this."""

@@ -1,38 +1,46 @@
-"""The loader process: makes the weight memory, hands it to the master at once, fills it, and ends.
+"""The loader process: makes the weight memory, hands it over at once, fills it, and ends.
 
-Forked first, from the master's main thread.
-Knows processes and the board; what the bytes mean is server.weights' matter.
+Forked first, from the master's main thread. Its main thread beats on the board while another one works: whoever finds
+it dead or silent finishes the load (server/engine/weights.py). Knows processes and the board; what the bytes mean is
+server.weights' matter.
 """
 
 import logging
 import os
 import signal
 import socket
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from server.errors import EngineDead, StartupError
-from server.launch.board import Board, ExitCode, LoaderState, Role
+from server.errors import StartupError
+from server.launch.board import Board, ExitCode, LoaderState, ModelState, Role
 from server.launch.fork_check import forked_at
+from server.launch.hand_over import HandOver, send_memory
 from server.launch.parent_death import die_with_parent
+from server.settings.resolve import Device
 from server.telemetry.logging import configure_logging
-from server.weights.index import Checkpoint
-from server.weights.layout import WeightLayout
-from server.weights.loader import run_loader
-from server.weights.memory import create_weight_memory
+from server.weights.fill import complete_load
+from server.weights.memory import HostStore, WeightStore
+from server.weights.plan import LoadPlan
+from server.weights.record import LoadRecord
 
 logger = logging.getLogger(__name__)
 
-HAND_OVER_DEADLINE_S = 10.0
+BEAT_S = 0.1
+KEEP_CONTEXT_S = 60.0  # for a model worker that is not ready by then it makes no difference
+_READY_POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What to load, and where to report."""
+    """What to load, where to, and where to report."""
 
-    checkpoint: Checkpoint
-    layout: WeightLayout
+    plan: LoadPlan
+    record: LoadRecord
+    device: Device
     board: Board
     log_level: str
 
@@ -40,53 +48,53 @@ class Load:
 class LoaderProcess:
     """The master's side."""
 
-    def __init__(self, pid: int, sock: socket.socket, board: Board) -> None:
+    def __init__(self, pid: int, hand_over: HandOver, load: Load) -> None:
+        self.hand_over = hand_over
         self._pid = pid
-        self._sock = sock
-        self._board = board
+        self._load = load
 
     @classmethod
     def fork(cls, load: Load, close_in_child: Sequence[socket.socket]) -> "LoaderProcess":
         """Start it. `close_in_child`: listeners, which must not stay open in a process that nobody stops first."""
-        ours, theirs = socket.socketpair()
+        hand_over, theirs = HandOver.create()
+        lock_fd = load.record.try_lock()  # here and not in the child: nobody may find it free before
+        assert lock_fd is not None, "the record is new"
+        load.board.loader_beat = time.monotonic()
         pid = os.fork()
         if pid == 0:
-            for sock in (ours, *close_in_child):
+            hand_over.close()
+            for sock in close_in_child:
                 sock.close()
-            _run(load, theirs)
+            _run(load, theirs, lock_fd)
+        os.close(lock_fd)
         theirs.close()
-        return cls(pid, ours, load.board)
-
-    def receive_memory(self) -> int:
-        """The descriptor of the weight memory. Raises StartupError or EngineDead if the loader ended or is silent."""
-        with self._sock:
-            self._sock.settimeout(HAND_OVER_DEADLINE_S)
-            try:
-                _, fds, _, _ = socket.recv_fds(self._sock, 1, 1)
-            except OSError as error:
-                raise EngineDead(f"the loader handed no memory over within {HAND_OVER_DEADLINE_S:.0f} s") from error
-        if not fds:
-            _, status = os.waitpid(self._pid, 0)
-            reason = self._board.halt_reason.decode(errors="replace")
-            failure = StartupError if self._board.halt_code == ExitCode.PERMANENT else EngineDead
-            raise failure(reason or f"the loader {_describe_status(status)} before it had allocated memory")
-        return int(fds[0])
+        load.board.loader_pid = pid
+        return cls(pid, hand_over, load)
 
     def take_status(self) -> None:
-        """Has it ended? Asked before Gunicorn's waitpid(-1) throws the status away. A failure halts the service."""
+        """Has it ended? Asked before Gunicorn's waitpid(-1) throws the status away.
+
+        An early end halts the service if there is no memory yet; otherwise the model worker takes over.
+        """
         if not self._pid:
             return
         try:
             pid, status = os.waitpid(self._pid, os.WNOHANG)
         except ChildProcessError:  # it died between our last look and Gunicorn's
             pid, status = self._pid, -1
-        if pid:
-            self._pid = 0
-            if self._board.loader_state != LoaderState.LOADED:
-                self._board.loader_state = LoaderState.FAILED
-                self._board.halt(
-                    ExitCode.ENGINE_FAILED, f"the loader {_describe_status(status)} before it had finished"
-                )
+        if not pid:
+            return
+        self._pid = 0
+        board = self._load.board
+        if board.loader_state == LoaderState.CANNOT_SHARE or self._load.record.is_complete or board.stop:
+            return
+        reason = f"the loader {_describe_status(status)} before it had finished"
+        if (fd := self.hand_over.copy_memory()) is None:
+            board.halt(ExitCode.ENGINE_FAILED, reason)
+            return
+        os.close(fd)
+        board.note_loader_failure(reason)
+        logger.warning("%s: the model worker loads the rest", reason)
 
 
 def _describe_status(status: int) -> str:
@@ -97,43 +105,93 @@ def _describe_status(status: int) -> str:
     return f"ended with exit code {os.waitstatus_to_exitcode(status)}"
 
 
-def _run(load: Load, sock: socket.socket) -> NoReturn:
-    """The child's whole life."""
-    board, code = load.board, ExitCode.STOPPED
+def open_store(device: Device) -> WeightStore:
+    """The kind of memory that weights lie in. On a GPU this makes a context: after the last fork only."""
+    if device == "cpu":
+        return HostStore()
+    from server.ops.cuda.nvidia import NvidiaDriver
+    from server.weights.device_memory import DeviceStore, built_sum_kernels
+
+    driver = NvidiaDriver.open()
+    return DeviceStore(driver, built_sum_kernels(driver))
+
+
+def _run(load: Load, sock: socket.socket, lock_fd: int) -> NoReturn:
+    """The child's main thread."""
+    codes: list[ExitCode] = []
     try:
         for deadly in (signal.SIGTERM, signal.SIGQUIT):
             signal.signal(deadly, signal.SIG_DFL)
         for ignored in (signal.SIGINT, signal.SIGHUP):  # Ctrl-C reaches the whole group: the master decides
             signal.signal(ignored, signal.SIG_IGN)
+        board = load.board
+        board.loader_pid = os.getpid()
         die_with_parent(board.master_pid)
+        board.begin_life(Role.LOADER, forked_at())
         configure_logging("loader", load.log_level)
+        work = threading.Thread(target=lambda: codes.append(_load_or_report(load, sock, lock_fd)), name="loader")
+        work.start()
+        while work.is_alive():
+            board.loader_beat = time.monotonic()
+            work.join(BEAT_S)
+    except Exception:
+        logger.exception("the loader failed")
+    os._exit(codes[0] if codes else ExitCode.ENGINE_FAILED)
+
+
+def _load_or_report(load: Load, sock: socket.socket, lock_fd: int) -> ExitCode:
+    board = load.board
+    try:
         _load(load, sock)
+        os.close(lock_fd)
     except StartupError as error:
-        code = ExitCode.PERMANENT
-        board.halt(code, str(error))
+        board.halt(ExitCode.PERMANENT, str(error))
+        return ExitCode.PERMANENT
     except Exception as error:
         logger.exception("the loader failed")
-        code = ExitCode.ENGINE_FAILED
-        board.halt(code, f"the loader failed: {error!r}")
-    os._exit(code)
+        board.note_loader_failure(f"the loader failed: {error!r}")
+        return ExitCode.ENGINE_FAILED
+    if load.device == "cuda" and board.loader_state == LoaderState.LOADED:
+        _keep_context(board)
+    return ExitCode.STOPPED
 
 
 def _load(load: Load, sock: socket.socket) -> None:
-    board, layout = load.board, load.layout
-    board.begin_life(Role.LOADER, forked_at())
-    board.bytes_total = sum(tensor.num_bytes for tensor in layout.tensors)
+    board, plan, num_bytes = load.board, load.plan, load.plan.layout.total_bytes
+    board.bytes_total = plan.num_bytes
     board.loader_state = LoaderState.LOADING
-    with board.stage(Role.LOADER, "allocate"):
-        fd = create_weight_memory(layout.total_bytes)
-        with sock:
-            socket.send_fds(sock, [b"w"], [fd])
+    load.record.count_attempt()
+    if load.device == "cuda":
+        board.begin_stage(Role.LOADER, "context")
+    store = open_store(load.device)
+    board.begin_stage(Role.LOADER, "allocate")
+    if not store.can_share:
+        logger.warning("this GPU's memory cannot outlive a process: every model worker loads the weights by itself")
+        board.mark_ready(Role.LOADER)
+        board.loader_state = LoaderState.CANNOT_SHARE
+        return
+    fd = store.create(num_bytes)
+    with sock:
+        send_memory(sock, fd)
+    memory = store.map_writable(fd, num_bytes)
+    os.close(fd)
 
     def on_progress(num_bytes: int) -> None:
         board.bytes_loaded = num_bytes
 
-    with board.stage(Role.LOADER, "weights") as stage:
-        run_loader(load.checkpoint, layout, fd, 0, on_progress)
-        if stage is not None:
-            stage.num_bytes = board.bytes_total
+    def on_loaded() -> None:
+        board.begin_stage(Role.LOADER, "checksum")
+
+    stage = board.begin_stage(Role.LOADER, "weights")
+    if stage is not None:
+        stage.num_bytes = board.bytes_total
+    complete_load(plan, memory, load.record, on_progress, on_loaded)
     board.mark_ready(Role.LOADER)
     board.loader_state = LoaderState.LOADED
+
+
+def _keep_context(board: Board) -> None:
+    """While this process holds a context of the device, another one makes its own faster (0.19 instead of 0.35 s)."""
+    deadline = time.monotonic() + KEEP_CONTEXT_S
+    while board.model_state != ModelState.READY and not board.stop and time.monotonic() < deadline:
+        time.sleep(_READY_POLL_S)

@@ -9,16 +9,19 @@ from dataclasses import dataclass
 from gunicorn.sock import TCPSocket
 
 from server.launch.board import Board
+from server.launch.hand_over import HandOver
 from server.launch.runtime_dir import RuntimeDir
 from server.settings.resolve import ResolvedConfig
 from server.settings.schema import Settings
 from server.weights.index import Checkpoint
 from server.weights.layout import WeightLayout
+from server.weights.plan import LoadPlan
+from server.weights.record import LoadRecord
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """`weights_fd` is the memory that the loader fills with `layout`; model workers accept on `engine_listener`;
+    """`hand_over` gives the memory that the loader fills by `load_plan`; model workers accept on `engine_listener`;
     web workers on `http_listeners` (Arbiter.LISTENERS of the class is empty)."""
 
     settings: Settings
@@ -29,7 +32,9 @@ class Service:
     engine_listener: socket.socket
     http_listeners: tuple[TCPSocket, ...]
     folder: RuntimeDir
-    weights_fd: int
+    load_plan: LoadPlan
+    load_record: LoadRecord
+    hand_over: HandOver
 
 
 _current: Service | None = None

@@ -16,7 +16,8 @@ from server.models.facts import DTYPE_BYTES, DType
 from server.weights.copy_plan import Copy
 from server.weights.folder import CONFIG_FILE
 from server.weights.index import STORED_DTYPES
-from server.weights.loader import default_num_threads, read_fully
+from server.weights.loader import read_fully
+from server.weights.memory import default_num_threads
 from server.weights.rounding import LARGEST, STORED_NAMES, first_overflow, from_float32, to_float32
 from server.weights.shard import ELEMENT_BYTES, SourceTensor, open_regular
 from server.weights.shard_index import INDEX_FILE, read_json, read_tensors

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from server.ops.torch.weights import load_tensors
+from server.ops.torch.weights import weight_tensors
 from server.weights.layout import WeightLayout
+from server.weights.memory import WeightMemory
 
 
 def device_memory_bytes(device: str) -> tuple[int, int]:
@@ -13,6 +14,6 @@ def device_memory_bytes(device: str) -> tuple[int, int]:
     return total_bytes, free_bytes
 
 
-def load_weights(fd: int, layout: WeightLayout, device: str) -> dict[str, Tensor]:
-    """The loaded weight memory `fd` as tensors on `device`, by their names in the layout."""
-    return load_tensors(fd, layout, torch.device(device))
+def load_weights(memory: WeightMemory, layout: WeightLayout, device: str) -> dict[str, Tensor]:
+    """The loaded weight memory as tensors on `device`, by their names in the layout."""
+    return weight_tensors(memory, layout, torch.device(device))
