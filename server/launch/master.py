@@ -32,6 +32,8 @@ from server.settings.schema import Settings
 from server.weights.folder import HubAccess
 from server.weights.index import open_checkpoint
 from server.weights.layout import weight_layout
+from server.weights.plan import LoadPlan
+from server.weights.record import LoadRecord
 
 logger = logging.getLogger(__name__)
 
@@ -86,16 +88,26 @@ def _start(arbiter: Any, settings: Settings, folder: RuntimeDir, notifier: Notif
     checkpoint = open_checkpoint(settings.model.path, settings.model.revision, HubAccess.from_environment(os.environ))
     resolved = resolve(settings, checkpoint.facts, detect_machine())
     layout = weight_layout(checkpoint.facts)
+    plan = LoadPlan.make(checkpoint, layout)
+    record = LoadRecord(len(plan.chunks), len(plan.sources))
     engine_listener = _listen(folder.engine_socket)
     notifier.status("loading")
     board.begin_stage(Role.MASTER, "fork loader")
-    load = Load(checkpoint, layout, board, settings.server.log_level)
+    load = Load(plan, record, resolved.device, board, settings.server.log_level)
     loader = LoaderProcess.fork(load, close_in_child=[*arbiter.LISTENERS, engine_listener])
-    board.begin_stage(Role.MASTER, "weight memory")
-    weights_fd = loader.receive_memory()
     board.begin_stage(Role.MASTER, "fork arbiter")
     service = Service(
-        settings, resolved, checkpoint, layout, board, engine_listener, tuple(arbiter.LISTENERS), folder, weights_fd
+        settings,
+        resolved,
+        checkpoint,
+        layout,
+        board,
+        engine_listener,
+        tuple(arbiter.LISTENERS),
+        folder,
+        plan,
+        record,
+        loader.hand_over,
     )
     publish_service(service)
     Supervisor(arbiter, service, loader, notifier).install(arbiter)
@@ -178,7 +190,7 @@ def post_fork(_arbiter: Any, worker: Any) -> None:
         service.board.begin_life(Role.WEB, forked_at())
         service.board.begin_stage(Role.WEB, "process")
     service.engine_listener.close()
-    os.close(service.weights_fd)
+    service.hand_over.close()
 
 
 def on_exit(_arbiter: Any) -> None:
