@@ -1,0 +1,61 @@
+"""The attention kernels by themselves, run by the interpreter: any number of splits, and how splits are combined."""
+
+import math
+
+import pytest
+import torch
+
+from server.ops.cuda.attention import MAX_SPLITS
+from server.ops.cuda.kernels import Kernels
+from server.ops.interface import BatchLimits
+from tests.ops.attention_rig import AttentionRig, assert_exact, attention_facts, make_batch
+from tests.ops.host_driver import HostDriver, allocate_buffer, as_tensor, to_device
+from tests.ops.host_kernels import host_images
+
+NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM = 2, 3, 64
+NUM_HEADS = NUM_KV_HEADS * GROUP_SIZE
+LIMITS = BatchLimits(8, 4, 512, 60, 16)
+
+
+@pytest.mark.parametrize("num_splits", [2, 3, 5, MAX_SPLITS])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_any_number_of_splits_gives_the_attention_of_the_whole(num_splits: int, dtype: str) -> None:
+    torch.manual_seed(num_splits)
+    facts = attention_facts(num_kv_heads=NUM_KV_HEADS, group_size=GROUP_SIZE, head_dim=HEAD_DIM, dtype=dtype)
+    rig = AttentionRig(HostDriver(), host_images(), facts, LIMITS)
+    batch = make_batch(facts, LIMITS, [(0, 1), (127, 1), (128, 1), (400, 1)], num_decodes=4)
+    loaded = rig.load(batch)
+    # What the memory held before is NaN: an empty split's mean must not be read.
+    partial = allocate_buffer(rig.driver, (4 * NUM_HEADS * num_splits, HEAD_DIM), "float32")
+    partial_lse = allocate_buffer(rig.driver, (4 * NUM_HEADS * num_splits,), "float32")
+    as_tensor(partial).fill_(torch.nan)
+    as_tensor(partial_lse).fill_(torch.nan)
+    decode = rig.kernels.get("attend_decode", facts.dtype, HEAD_DIM=HEAD_DIM, IS_SPLIT=True)
+    inputs = loaded.inputs
+    pool = (loaded.qkv, loaded.keys, loaded.values, inputs.block_tables, inputs.context_lens)
+    sizes = (HEAD_DIM**-0.5 * math.log2(math.e), NUM_KV_HEADS, GROUP_SIZE, 4, LIMITS.max_blocks_per_request)
+    decode((NUM_KV_HEADS, 4, num_splits), *pool, loaded.out, partial, partial_lse, *sizes)
+    assert not as_tensor(partial_lse).isnan().any()
+    combine = rig.kernels.get("combine_splits", facts.dtype, HEAD_DIM=HEAD_DIM)
+    combine((NUM_HEADS, 4, 1), partial, partial_lse, loaded.out, num_splits)
+    assert_exact(rig.result(loaded), batch)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 33, MAX_SPLITS])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_means_are_combined_by_their_weights(num_splits: int, head_dim: int) -> None:
+    torch.manual_seed(num_splits)
+    num_requests, num_heads = 3, 2
+    means = torch.randn(num_requests, num_heads, num_splits, head_dim)
+    lse = torch.randn(num_requests, num_heads, num_splits) * 20 + 500  # far beyond what 2**x takes
+    is_empty = torch.rand(lse.shape) < 0.4
+    is_empty[:, :, 0] = False
+    lse[is_empty], means[is_empty] = -torch.inf, torch.nan
+    weights = torch.softmax(lse.double() * math.log(2), -1)
+    expected = (weights[..., None] * means.double().nan_to_num(nan=0.0)).sum(2)
+
+    driver = HostDriver()
+    combine = Kernels(driver, driver.create_stream(), host_images()).get("combine_splits", "float16", HEAD_DIM=head_dim)
+    out = allocate_buffer(driver, (num_requests, num_heads, head_dim), "float16")
+    combine((num_heads, num_requests, 1), to_device(driver, means), to_device(driver, lse), out, num_splits)
+    torch.testing.assert_close(as_tensor(out).double(), expected, rtol=2**-11 * 1.01, atol=1e-5)
