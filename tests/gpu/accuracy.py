@@ -29,14 +29,10 @@ from server.models.facts import ModelFacts
 from server.models.rope import inverse_frequencies
 from server.ops.interface import BatchLimits
 from server.ops.torch.operations import TorchOperations
-from server.ops.torch.weights import load_tensors
+from server.ops.torch.weights import weight_tensors
 from server.runner.input_batch import InputBatch, slot_sampling
 from server.scheduler.plan import SlotReset, StepPlan, TokenChunk
-from server.weights.folder import HubAccess
-from server.weights.index import open_checkpoint
-from server.weights.layout import weight_layout
-from server.weights.loader import default_num_threads, run_loader
-from server.weights.memory import create_weight_memory
+from tests.loaded_weights import load_on_host, open_folder
 
 MAX_RATIO = 1.1
 MAX_UNEXPLAINED = 0.005
@@ -221,11 +217,8 @@ def reference_logits(model: PreTrainedModel, batch: Tensor) -> Tensor:
 
 def load_ours(folder: Path, device: str) -> tuple[ModelFacts, dict[str, Tensor]]:
     """Through the server's own loader."""
-    checkpoint = open_checkpoint(str(folder), "main", HubAccess(folder, is_offline=True))
-    layout = weight_layout(checkpoint.facts)
-    fd = create_weight_memory(layout.total_bytes)
-    run_loader(checkpoint, layout, fd, default_num_threads(), lambda _: None)
-    return checkpoint.facts, load_tensors(fd, layout, torch.device(device))
+    checkpoint, layout = open_folder(folder)
+    return checkpoint.facts, weight_tensors(load_on_host(checkpoint, layout), layout, torch.device(device))
 
 
 def compare_reference(model: PreTrainedModel, prompts: Tensor, expected: Tensor, batch_size: int) -> Comparison:
@@ -248,7 +241,7 @@ def compare_ours(forcing: TeacherForcing, steps: Steps, expected: Tensor, explai
 
 def measure(folder: Path, num_prompts: int, num_tokens: int, device: str) -> bool:
     """Print the table; whether all shapes pass."""
-    facts = open_checkpoint(str(folder), "main", HubAccess(folder, is_offline=True)).facts
+    facts = open_folder(folder)[0].facts
     random = Random(0)
     prompts = [[random.randrange(facts.vocab_size) for _ in range(num_tokens)] for _ in range(num_prompts)]
     ids = torch.tensor(prompts, device=device)

@@ -10,22 +10,15 @@ import pytest
 import torch
 
 from server.errors import StartupError
-from server.weights import loader
-from server.weights.copy_plan import Copy, copy_plan, split
-from server.weights.folder import HubAccess
-from server.weights.index import Checkpoint, open_checkpoint
-from server.weights.layout import WeightLayout, weight_layout
-from server.weights.loader import MemorySink, default_num_threads, read_chunks, run_loader
-from server.weights.memory import WeightViews, create_weight_memory
+from server.weights.copy_plan import Copy, copy_plan
+from server.weights.index import Checkpoint
+from server.weights.layout import WeightLayout
+from server.weights.loader import load_missing
+from server.weights.memory import HostMemory, HostSink, HostStore, WeightViews, default_num_threads
+from server.weights.plan import CHUNK_BYTES, LoadPlan
 from server.weights.shard_index import read_json
+from tests.loaded_weights import load_on_host, new_record, open_folder
 from tests.tiny_models import FAMILIES, Family, tiny_tensors, write_tiny_model
-
-HUB = HubAccess(cache=Path("/nonexistent"), is_offline=True)
-
-
-def opened(folder: Path) -> tuple[Checkpoint, WeightLayout]:
-    checkpoint = open_checkpoint(str(folder), "main", HUB)
-    return checkpoint, weight_layout(checkpoint.facts)
 
 
 def expected_bytes(checkpoint: Checkpoint, layout: WeightLayout) -> bytes:
@@ -43,6 +36,23 @@ def ignore(_: int) -> None:
     """Progress that nobody looks at."""
 
 
+class Loading:
+    """One checkpoint on its way into host memory."""
+
+    def __init__(self, folder: Path, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self.checkpoint, self.layout = open_folder(folder)
+        self.plan = LoadPlan.make(self.checkpoint, self.layout, chunk_bytes)
+        self.record = new_record(self.plan)
+        self.memory: HostMemory = HostStore().private_memory(self.layout.total_bytes)
+
+    def load(self, on_progress: Callable[[int], None] = ignore, num_threads: int = 2) -> None:
+        load_missing(self.plan, self.memory, self.record, on_progress, num_threads)
+
+    @property
+    def is_right(self) -> bool:
+        return self.memory.view == expected_bytes(self.checkpoint, self.layout)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("dtype", "num_shards", "num_threads"), [("float32", 1, 1), ("bfloat16", 3, 4), ("float16", 2, 0)]
@@ -50,56 +60,60 @@ def ignore(_: int) -> None:
 def test_the_memory_holds_every_tensor_in_its_place(
     tmp_path: Path, family: Family, dtype: str, num_shards: int, num_threads: int
 ) -> None:
-    checkpoint, layout = opened(write_tiny_model(tmp_path, family, dtype=dtype, num_shards=num_shards))
-    fd = create_weight_memory(layout.total_bytes)
-    run_loader(checkpoint, layout, fd, num_threads, ignore)
-    assert os.pread(fd, layout.total_bytes + 1, 0) == expected_bytes(checkpoint, layout)
-    os.close(fd)
+    loading = Loading(write_tiny_model(tmp_path, family, dtype=dtype, num_shards=num_shards))
+    loading.load(num_threads=num_threads)
+    assert loading.is_right
+    assert loading.record.missing() == []
 
 
+@pytest.mark.parametrize("chunk_bytes", [1000, 4096, 1 << 20])
 def test_chunks_of_any_size_and_short_reads_give_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
 ) -> None:
-    checkpoint, layout = opened(write_tiny_model(tmp_path, num_shards=2))
+    loading = Loading(write_tiny_model(tmp_path, num_shards=2), chunk_bytes)
     whole_read = os.preadv
 
     def short_read(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         return whole_read(fd, [buffers[0][:777]], offset)
 
     monkeypatch.setattr(os, "preadv", short_read)
-    for chunk_bytes in (1000, 4096, 1 << 20):
-        monkeypatch.setattr(loader, "CHUNK_BYTES", chunk_bytes)
-        fd = create_weight_memory(layout.total_bytes)
-        run_loader(checkpoint, layout, fd, 3, ignore)
-        assert os.pread(fd, layout.total_bytes, 0) == expected_bytes(checkpoint, layout)
-        os.close(fd)
+    loading.load(num_threads=3)
+    assert loading.is_right
 
 
-def test_progress_rises_to_the_bytes_of_all_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint, layout = opened(write_tiny_model(tmp_path, num_shards=2))
-    monkeypatch.setattr(loader, "CHUNK_BYTES", 5000)
+def test_progress_rises_to_the_bytes_of_all_tensors(tmp_path: Path) -> None:
+    loading = Loading(write_tiny_model(tmp_path, num_shards=2), 5000)
     seen: list[int] = []
-    run_loader(checkpoint, layout, create_weight_memory(layout.total_bytes), 4, seen.append)
+    loading.load(seen.append, num_threads=4)
     assert seen == sorted(seen)
-    assert seen[-1] == sum(spec.num_bytes for spec in layout.tensors)
+    assert seen[-1] == loading.plan.num_bytes == sum(spec.num_bytes for spec in loading.layout.tensors)
 
 
-def test_loading_again_after_a_failure_in_the_middle_completes_the_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpoint, layout = opened(write_tiny_model(tmp_path))
-    monkeypatch.setattr(loader, "CHUNK_BYTES", 4096)
-    fd = create_weight_memory(layout.total_bytes)
+def test_the_next_one_loads_only_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loading = Loading(write_tiny_model(tmp_path), 4096)
 
     def die_in_the_middle(num_bytes: int) -> None:
-        if num_bytes > layout.total_bytes // 2:
+        if num_bytes > loading.layout.total_bytes // 2:
             raise ConnectionResetError("gone")
 
     with pytest.raises(ConnectionResetError):
-        run_loader(checkpoint, layout, fd, 2, die_in_the_middle)
-    assert os.pread(fd, layout.total_bytes, 0) != expected_bytes(checkpoint, layout)
-    run_loader(checkpoint, layout, fd, 2, ignore)
-    assert os.pread(fd, layout.total_bytes, 0) == expected_bytes(checkpoint, layout)
+        loading.load(die_in_the_middle)
+    missing = [loading.plan.chunks[number] for number in loading.record.missing()]
+    assert 0 < len(missing) < len(loading.plan.chunks)
+    reads: list[int] = []
+    whole_read = os.preadv
+
+    def note_read(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        reads.append(offset)
+        return whole_read(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", note_read)
+    seen: list[int] = []
+    loading.load(seen.append)
+    assert sorted(reads) == sorted(chunk.file_offset for chunk in missing)
+    assert seen[0] > loading.layout.total_bytes // 2
+    assert seen[-1] == loading.plan.num_bytes
+    assert loading.is_right
 
 
 def truncate(file: Path) -> None:
@@ -121,14 +135,21 @@ def rewrite(file: Path) -> None:
 
 @pytest.mark.parametrize("change", [truncate, replace, rewrite])
 def test_a_file_changed_after_its_verification_is_refused(tmp_path: Path, change: Callable[[Path], None]) -> None:
-    checkpoint, layout = opened(write_tiny_model(tmp_path, num_shards=2))
+    loading = Loading(write_tiny_model(tmp_path, num_shards=2))
     change(tmp_path / "model-00002-of-00002.safetensors")
     with pytest.raises(StartupError, match=r"model-00002-of-00002.safetensors: was changed since it was verified"):
-        run_loader(checkpoint, layout, create_weight_memory(layout.total_bytes), 2, ignore)
+        loading.load()
+
+
+def test_a_file_that_has_vanished_is_named(tmp_path: Path) -> None:
+    loading = Loading(write_tiny_model(tmp_path))
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(StartupError, match=r"model.safetensors: does not exist"):
+        loading.load()
 
 
 def test_a_file_rewritten_while_it_is_loaded_is_refused(tmp_path: Path) -> None:
-    checkpoint, layout = opened(write_tiny_model(tmp_path))
+    loading = Loading(write_tiny_model(tmp_path), 4096)
     calls: list[int] = []
 
     def rewrite_once(num_bytes: int) -> None:
@@ -137,21 +158,18 @@ def test_a_file_rewritten_while_it_is_loaded_is_refused(tmp_path: Path) -> None:
             rewrite(tmp_path / "model.safetensors")
 
     with pytest.raises(StartupError, match=r"model.safetensors: was changed since it was verified"):
-        run_loader(checkpoint, layout, create_weight_memory(layout.total_bytes), 1, rewrite_once)
+        loading.load(rewrite_once, num_threads=1)
 
 
-def test_a_file_truncated_while_it_is_loaded_is_refused_with_the_offset(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpoint, layout = opened(write_tiny_model(tmp_path))
-    monkeypatch.setattr(loader, "CHUNK_BYTES", 4096)
+def test_a_file_truncated_while_it_is_loaded_is_refused_with_the_offset(tmp_path: Path) -> None:
+    loading = Loading(write_tiny_model(tmp_path), 4096)
 
     def truncate_once(num_bytes: int) -> None:
         if num_bytes == 4096:
             os.truncate(tmp_path / "model.safetensors", 50_000)
 
     with pytest.raises(StartupError, match=r"model.safetensors: ends at byte \d+ now"):
-        run_loader(checkpoint, layout, create_weight_memory(layout.total_bytes), 1, truncate_once)
+        loading.load(truncate_once, num_threads=1)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +182,7 @@ def test_a_file_truncated_while_it_is_loaded_is_refused_with_the_offset(
 def test_a_failing_read_stops_all_threads_and_names_file_and_offset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, named: str
 ) -> None:
-    checkpoint, layout = opened(write_tiny_model(tmp_path))
+    loading = Loading(write_tiny_model(tmp_path), 4096)
     reads: list[int] = []
 
     def fail(_fd: int, _buffers: object, offset: int) -> int:
@@ -173,44 +191,13 @@ def test_a_failing_read_stops_all_threads_and_names_file_and_offset(
 
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(StartupError, match=named):
-        run_loader(checkpoint, layout, create_weight_memory(layout.total_bytes), 4, ignore)
+        loading.load(num_threads=4)
     assert 1 <= len(reads) <= 4
-
-
-class StagingSink:
-    """Reads into a ring of two buffers and brings each chunk to its place one chunk later, as a device copy would."""
-
-    def __init__(self, memory: bytearray) -> None:
-        self._memory = memory
-        self._ring = [bytearray(4096), bytearray(4096)]
-        self._pending: list[Copy] = []
-        self._turn = 0
-
-    def buffer(self, chunk: Copy) -> memoryview:
-        return memoryview(self._ring[self._turn])[: chunk.num_bytes]
-
-    def submit(self, chunk: Copy) -> None:
-        self.finish()
-        self._pending.append(chunk)
-        self._turn = 1 - self._turn
-
-    def finish(self) -> None:
-        for chunk in self._pending:
-            source = self._ring[1 - self._turn]
-            self._memory[chunk.dest_offset : chunk.dest_end] = source[: chunk.num_bytes]
-        self._pending.clear()
-
-
-def test_the_same_reader_fills_a_staged_destination(tmp_path: Path) -> None:
-    checkpoint, layout = opened(write_tiny_model(tmp_path, num_shards=2))
-    memory = bytearray(layout.total_bytes)
-    chunks = split(copy_plan(layout, checkpoint), 4096)
-    read_chunks(checkpoint.identities, chunks, lambda: StagingSink(memory), 3, ignore)
-    assert bytes(memory) == expected_bytes(checkpoint, layout)
+    assert len(loading.record.missing()) == len(loading.plan.chunks)
 
 
 def test_copies_come_in_file_order_and_join_what_is_adjacent(tmp_path: Path) -> None:
-    checkpoint, layout = opened(write_tiny_model(tmp_path, num_shards=3))
+    checkpoint, layout = open_folder(write_tiny_model(tmp_path, num_shards=3))
     copies = copy_plan(layout, checkpoint)
     assert [(c.file, c.file_offset) for c in copies] == sorted((c.file, c.file_offset) for c in copies)
     assert sum(c.num_bytes for c in copies) == sum(spec.num_bytes for spec in layout.tensors)
@@ -221,7 +208,7 @@ def test_copies_come_in_file_order_and_join_what_is_adjacent(tmp_path: Path) -> 
 
 
 def test_a_tensor_that_is_interleaved_with_one_group_only_is_one_copy(tmp_path: Path) -> None:
-    checkpoint, layout = opened(write_tiny_model(tmp_path, num_heads=4, num_kv_heads=1))
+    checkpoint, layout = open_folder(write_tiny_model(tmp_path, num_heads=4, num_kv_heads=1))
     sources = [segment.source.split(".")[-2] for segment in layout["layers.0.qkv.weight"].segments]
     assert sources == ["q_proj", "k_proj", "v_proj"]
     assert len(copy_plan(layout, checkpoint)) <= len(checkpoint.tensors)
@@ -231,24 +218,26 @@ def test_threads_follow_the_cores_that_may_be_used() -> None:
     assert default_num_threads() == min(8, len(os.sched_getaffinity(0)))
 
 
-def test_a_memory_sink_gives_out_the_place_itself() -> None:
+def test_a_host_sink_gives_out_the_place_itself() -> None:
     memory = bytearray(64)
-    sink = MemorySink(memoryview(memory))
+    arrived: list[tuple[int, Copy]] = []
+    sink = HostSink(memoryview(memory), lambda number, chunk: arrived.append((number, chunk)))
     chunk = Copy(Path("x"), 0, 8, 16)
     sink.buffer(chunk)[:] = b"12345678"
-    sink.submit(chunk)
+    assert not arrived
+    sink.submit(5, chunk)
     sink.finish()
+    sink.close()
     assert memory[16:24] == b"12345678"
+    assert arrived == [(5, chunk)]
 
 
 def test_views_give_bytes_shape_and_dtype_by_name(tmp_path: Path) -> None:
-    checkpoint, layout = opened(write_tiny_model(tmp_path, "qwen3", dtype="bfloat16"))
-    fd = create_weight_memory(layout.total_bytes)
-    run_loader(checkpoint, layout, fd, 2, ignore)
-    views = WeightViews(fd, layout)
-    os.close(fd)
+    checkpoint, layout = open_folder(write_tiny_model(tmp_path, "qwen3", dtype="bfloat16"))
+    memory = load_on_host(checkpoint, layout)
+    views = WeightViews(memory, layout)
     assert list(views) == [spec.name for spec in layout.tensors]
     norm = views["layers.1.q_norm.weight"]
-    assert (norm.shape, norm.dtype, norm.data.readonly) == ((32,), "bfloat16", True)
+    assert (norm.shape, norm.dtype) == ((32,), "bfloat16")
     stored = tiny_tensors(read_json(checkpoint.folder / "config.json"))["model.layers.1.self_attn.q_norm.weight"]
     assert norm.data.tobytes() == stored.view(torch.uint8).numpy().tobytes()
