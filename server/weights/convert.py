@@ -13,6 +13,8 @@ from pathlib import Path
 
 from server.errors import StartupError
 from server.models.facts import DTYPE_BYTES, DType
+from server.weights.checksum import partial_sum
+from server.weights.checksum_file import CHECKSUM_FILE, ChecksumCollector
 from server.weights.copy_plan import Copy
 from server.weights.folder import CONFIG_FILE
 from server.weights.index import STORED_DTYPES
@@ -25,16 +27,26 @@ from server.weights.writer import PlannedFile, create_file, new_folder, plan_fil
 
 PIECE_ELEMENTS = 1 << 20  # times about 12 bytes and the number of threads: the memory needed
 _COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".md")  # tokenizer, templates, cards; no weights, no code
+_WRITTEN_ANEW = (CONFIG_FILE, INDEX_FILE, CHECKSUM_FILE)
 _UNTOUCHED = frozenset({"I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"})
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Some elements of one tensor, from the source file to byte `dest_offset` of the new one."""
+    """Some elements of one tensor, from the source file to the new one's byte `dest_offset`.
+
+    That is byte `dest_begin` of the new tensor.
+    """
 
     tensor_name: str
     dtype: str
     source: Copy
+    dest_begin: int
+
+    @property
+    def dest_offset(self) -> int:
+        """In the new file."""
+        return self.source.dest_offset
 
 
 def parse_dtype(name: str) -> DType:
@@ -56,10 +68,12 @@ def convert_checkpoint(folder: Path, target: Path, dtype: DType) -> None:
     for name, tensor in stored.tensors.items():
         by_file[tensor.file][name] = tensor
     plans = {file.name: _plan(tensors, dtype) for file, tensors in by_file.items()}
+    checksums = ChecksumCollector()
     with new_folder(target) as partial:
         _copy_other_files(folder, partial)
         for file, tensors in by_file.items():
-            _convert_file(file, tensors, partial / file.name, plans[file.name], dtype)
+            _convert_file(file, tensors, partial / file.name, plans[file.name], dtype, checksums)
+        checksums.write(partial)
         write_index(partial, plans)
         keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
         write_json(partial / CONFIG_FILE, config | dict.fromkeys(keys, dtype))
@@ -81,12 +95,19 @@ def _convert_file(
     target: Path,
     plan: PlannedFile,
     dtype: DType,
+    checksums: ChecksumCollector,
 ) -> None:
     source_fd = open_regular(file)
+
+    def convert(piece: _Piece) -> None:
+        data = _converted(source_fd, piece, dtype)
+        write_fully(target_fd, data, piece.dest_offset)
+        checksums.add(piece.tensor_name, partial_sum(data, piece.dest_begin))
+
     try:
         # The pool ends first: no thread may use a descriptor that is closed.
         with create_file(target, plan) as target_fd, ThreadPoolExecutor(default_num_threads()) as pool:
-            for _ in pool.map(lambda piece: _convert_piece(source_fd, target_fd, piece, dtype), _pieces(tensors, plan)):
+            for _ in pool.map(convert, _pieces(tensors, plan)):
                 pass  # a failed piece raises here, and cancels those that wait
     finally:
         os.close(source_fd)
@@ -99,17 +120,17 @@ def _pieces(tensors: dict[str, SourceTensor], plan: PlannedFile) -> Iterator[_Pi
         num_elements = tensor.num_bytes // source_bytes
         for begin in range(0, num_elements, PIECE_ELEMENTS):
             num_bytes = min(PIECE_ELEMENTS, num_elements - begin) * source_bytes
-            dest_offset = planned.offset + begin * dest_bytes
-            source = Copy(tensor.file, tensor.offset + begin * source_bytes, num_bytes, dest_offset)
-            yield _Piece(planned.name, tensor.dtype, source)
+            dest_begin = begin * dest_bytes
+            source = Copy(tensor.file, tensor.offset + begin * source_bytes, num_bytes, planned.offset + dest_begin)
+            yield _Piece(planned.name, tensor.dtype, source, dest_begin)
 
 
-def _convert_piece(source_fd: int, target_fd: int, piece: _Piece, dtype: DType) -> None:
+def _converted(source_fd: int, piece: _Piece, dtype: DType) -> memoryview:
+    """The piece's bytes in the new dtype. Raises StartupError if a value does not fit."""
     data = bytearray(piece.source.num_bytes)
     read_fully(source_fd, memoryview(data), piece.source)
     if piece.dtype not in STORED_DTYPES or STORED_DTYPES[piece.dtype] == dtype:
-        write_fully(target_fd, memoryview(data), piece.source.dest_offset)
-        return
+        return memoryview(data)
     values = to_float32(data, STORED_DTYPES[piece.dtype])
     rounded = from_float32(values, dtype)
     overflow = first_overflow(values, rounded, dtype)
@@ -118,11 +139,11 @@ def _convert_piece(source_fd: int, target_fd: int, piece: _Piece, dtype: DType) 
             f"{piece.source.file}: tensor {piece.tensor_name!r}: the value {overflow:g} does not fit {dtype}, whose "
             f"largest is {LARGEST[dtype]:g}; choose another dtype"
         )
-    write_fully(target_fd, memoryview(rounded.tobytes()), piece.source.dest_offset)
+    return memoryview(rounded.tobytes())
 
 
 def _copy_other_files(folder: Path, target: Path) -> None:
     for file in sorted(folder.iterdir()):
         is_text = file.suffix in _COPIED_SUFFIXES or file.name.startswith(("LICENSE", "NOTICE"))
-        if is_text and file.is_file() and file.name not in (CONFIG_FILE, INDEX_FILE):
+        if is_text and file.is_file() and file.name not in _WRITTEN_ANEW:
             shutil.copyfile(file, target / file.name)

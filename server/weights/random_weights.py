@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from server.models.facts import DTYPE_BYTES, DType, ModelFacts
+from server.weights.checksum import partial_sum
+from server.weights.checksum_file import ChecksumCollector
 from server.weights.layout import source_shapes, weight_layout
 from server.weights.rounding import STORED_NAMES, from_float32
 from server.weights.writer import PlannedFile, create_file, plan_file, shard_name, write_fully, write_index
@@ -26,20 +28,28 @@ _NUM_QUANTILES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """`num_elements` of a tensor at byte `offset` of its file; `key` makes its random numbers its own."""
+    """`num_elements` of a tensor from its byte `begin` on, at byte `offset` of its file.
+
+    `key` makes its random numbers its own.
+    """
 
     tensor_name: str
     key: tuple[int, int]
+    begin: int
     offset: int
     num_elements: int
 
 
 def write_random_weights(folder: Path, facts: ModelFacts, seed: int, max_shard_bytes: int) -> None:
-    """Write all weights that `facts` call for and their index; a file holds `max_shard_bytes` or a single tensor."""
+    """Write all weights that `facts` call for, their index and their checksums.
+
+    A file holds `max_shard_bytes` or a single tensor.
+    """
     shards = _shards(facts, max_shard_bytes)
     plans = {shard_name(number, len(shards)): plan_file(shard) for number, shard in enumerate(shards)}
     table = _quantiles(facts.dtype)
     ones = from_float32(np.ones(PIECE_ELEMENTS, dtype=np.float32), facts.dtype)
+    checksums = ChecksumCollector()
     for file_number, (file_name, plan) in enumerate(plans.items()):
         with (
             create_file(folder / file_name, plan) as fd,
@@ -49,11 +59,14 @@ def write_random_weights(folder: Path, facts: ModelFacts, seed: int, max_shard_b
             def write(piece: _Piece, fd: int = fd) -> None:
                 is_norm = piece.tensor_name.endswith("norm.weight")
                 values = ones[: piece.num_elements] if is_norm else _draw(table, seed, piece)
-                write_fully(fd, memoryview(values.tobytes()), piece.offset)
+                data = memoryview(values.tobytes())
+                write_fully(fd, data, piece.offset)
+                checksums.add(piece.tensor_name, partial_sum(data, piece.begin))
 
             for _ in pool.map(write, _pieces(plan, file_number, DTYPE_BYTES[facts.dtype])):
                 pass  # a failed piece raises here
     write_index(folder, plans)
+    checksums.write(folder)
 
 
 def _shards(facts: ModelFacts, max_shard_bytes: int) -> list[dict[str, tuple[str, tuple[int, ...]]]]:
@@ -74,8 +87,10 @@ def _pieces(plan: PlannedFile, file_number: int, element_bytes: int) -> Iterator
     for tensor in plan.tensors:
         num_elements = tensor.num_bytes // element_bytes
         for begin in range(0, num_elements, PIECE_ELEMENTS):
-            offset = tensor.offset + begin * element_bytes
-            yield _Piece(tensor.name, (file_number, offset), offset, min(PIECE_ELEMENTS, num_elements - begin))
+            begin_byte = begin * element_bytes
+            offset = tensor.offset + begin_byte
+            length = min(PIECE_ELEMENTS, num_elements - begin)
+            yield _Piece(tensor.name, (file_number, offset), begin_byte, offset, length)
 
 
 def _quantiles(dtype: DType) -> NDArray[np.generic]:
