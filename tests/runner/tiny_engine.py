@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from server.models.rope import inverse_frequencies
 from server.ops.interface import BatchLimits
 from server.ops.torch.operations import TorchOperations
 from server.runner.model_runner import ModelRunner
-from server.scheduler.plan import StepPlan
+from server.scheduler.plan import StepPlan, StepResult
 from server.scheduler.scheduler import Scheduler, SchedulerLimits
 from server.weights.layout import weight_layout
 from tests.tiny_models import Family, tiny_tensors, write_tiny_model
@@ -78,9 +79,16 @@ class TinyEngine:
     """Scheduler, runner and backend; `num_in_flight` steps are submitted before the oldest is read."""
 
     def __init__(
-        self, model: TinyModel, limits: BatchLimits, *, num_in_flight: int = 1, prefix_cache: bool = True
+        self,
+        model: TinyModel,
+        limits: BatchLimits,
+        *,
+        num_in_flight: int = 1,
+        prefix_cache: bool = True,
+        ops: Any = None,
     ) -> None:
-        self.ops = RecordingOperations(model.facts, model.weights, limits)
+        """`ops`: of another backend, which keeps logits in `recorded` too."""
+        self.ops = ops or RecordingOperations(model.facts, model.weights, limits)
         self.runner = ModelRunner(model.facts, self.ops, (EOS_ID,))
         tables = BlockTables(limits.num_blocks, limits.block_size, prefix_cache)
         scheduler_limits = SchedulerLimits(
@@ -89,6 +97,7 @@ class TinyEngine:
         self.scheduler = Scheduler(tables, scheduler_limits, (EOS_ID,))
         self._num_in_flight = num_in_flight
         self.plans: list[StepPlan] = []
+        self.results: list[StepResult] = []
         self.outputs: dict[int, list[int]] = {}
         self.logits: dict[int, list[Tensor]] = {}
         self.logprobs: dict[int, list[float]] = {}
@@ -110,13 +119,14 @@ class TinyEngine:
             if not in_flight:
                 return
             if plan is None or len(in_flight) >= self._num_in_flight:
-                for output in self.scheduler.update(in_flight.pop(0).wait()):
+                self.results.append(in_flight.pop(0).wait())
+                for output in self.scheduler.update(self.results[-1]):
                     self.outputs[output.request_id].append(output.token_id)
                     self.logprobs[output.request_id].append(output.logprob)
 
     def _assign_logits(self, plan: StepPlan) -> None:
         sampled = [chunk for chunk in plan.chunks if chunk.samples]
-        for chunk, row in zip(sampled, self.ops.recorded[-1], strict=True):
+        for chunk, row in zip(sampled, self.ops.recorded[-1][: len(sampled)], strict=True):  # padding rows come last
             self.logits[chunk.request_id].append(row)
 
 

@@ -78,7 +78,7 @@ def activation_bound_bytes(facts: ModelFacts, limits: BatchLimits, num_graphs: i
 def arena_bytes(facts: ModelFacts, limits: BatchLimits) -> int:
     """All buffers of the operations but the KV pool."""
     activations = activation_specs(facts, limits)
-    own = [getattr(activations, field.name) for field in fields(activations)]
+    own: list[BufferSpec] = [getattr(activations, field.name) for field in fields(activations)]
     own += [frequencies_spec(facts), GEMM_WORKSPACE, staging_spec(limits)]
     parts = attention_bytes(facts, limits) + sampler_bytes(facts, limits)
     return sum(spec.num_bytes for spec in own) + parts
