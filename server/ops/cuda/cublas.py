@@ -223,6 +223,8 @@ class BiasedGemm:
         found = self._algorithms.get(key)
         if found is None:
             found = self._choose(*key)
+        else:
+            self._algorithms.move_to_end(key)
         if bias != self._bias:
             self._set_bias(bias)
         self._x.value, self._weight.value, self._out.value = x, weight, out
