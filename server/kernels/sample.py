@@ -1,7 +1,7 @@
 """Choosing tokens as ops/sampling defines it, in one list of launches whatever the rows' parameters are.
 
-sample_scan per row and tile of the vocabulary, sample_thresholds per row, sample_draw per row and tile, sample_finish per
-row. mark_tokens flags token ids of a slot. Rows read their parameters from the slot's record; see ops/cuda/sampler.
+Per row and tile of the vocabulary sample_scan, per row sample_thresholds, per row and tile sample_draw, per row
+sample_finish. mark_tokens flags token ids of a slot. A row's parameters are in its slot's record: see ops/cuda/sampler.
 """
 
 import triton
@@ -251,11 +251,11 @@ def _head_end(
     STEP: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):
-    """Bits of the distance at which the shortest head of a row weighs `target` or more, and how many are in that head.
+    """Bits of the distance where the shortest head of a row that weighs `target` ends, and how many are in that head.
 
-    Scores are seen as distances below the largest: as these are not negative, their order is that of their bits, and the
-    head grows with the bits. The end is at most `end`; `num_within` scores or fewer are above it. The bracket
-    above .. end is halved by passes over the row until few scores are in it; then these decide.
+    Scores are seen as distances below the largest: these are not negative, so their order is that of their bits. The
+    head's end is sought within above + 1 .. end, where at most num_within - num_above scores are. Passes over the row
+    halve that until few are left; then these decide. A target that is not reached gives `end`.
     """
     above = -1
     num_above = 0
@@ -280,15 +280,23 @@ def _head_end(
         )
         places = tl.arange(0, CANDIDATES)
         bits = tl.load(candidates + places, mask=places < count, other=NO_ID)
-        weights = tl.full([CANDIDATES], 1.0, tl.float32)
-        if BY_MASS:
-            weights = tl.exp2(bits.to(tl.float32, bitcast=True) * decay)
-        while end - above > 1:
-            middle = _middle(above, end, False)
-            is_enough = weight_above + tl.sum(tl.where(bits <= middle, weights, 0.0), 0) >= target
-            end = tl.where(is_enough, middle, end)
-            above = tl.where(is_enough, above, middle)
+        weights = tl.exp2(bits.to(tl.float32, bitcast=True) * decay)
         num_within = num_above + tl.sum((bits <= end).to(tl.int32), 0)
+        num_outside = num_above  # the candidates' own bracket narrows around the last one kept
+        while (end - above > 1) & (num_within - num_outside > 1):
+            middle = _middle(above, end, False)
+            is_head = bits <= middle
+            inside = num_above + tl.sum(is_head.to(tl.int32), 0)
+            weight = inside.to(tl.float32)
+            if BY_MASS:
+                weight = weight_above + tl.sum(tl.where(is_head, weights, 0.0), 0)
+            is_enough = weight >= target
+            end = tl.where(is_enough, middle, end)
+            num_within = tl.where(is_enough, inside, num_within)
+            above = tl.where(is_enough, above, middle)
+            num_outside = tl.where(is_enough, num_outside, inside)
+        # Whatever ties in z with the last one kept stays too, so its own distance is the end.
+        end = tl.maximum(tl.max(tl.where(bits <= end, bits, above), 0), 0)
         tl.debug_barrier()  # the candidates may be written anew
     return end, num_within
 
@@ -414,16 +422,22 @@ def sample_thresholds(
 
 
 @triton.jit
-def _gumbel(ids, position, seed_low, seed_high):
-    """Step 6's noise."""
-    counter = ids.to(tl.uint32)
-    zero = tl.zeros_like(counter)
-    word, _, _, _ = tl.philox_impl(zero + position.to(tl.uint32), counter, zero, zero, seed_low, seed_high, 10)
+def _gumbel_of_word(word):
+    """Step 6's noise from random words (uint32)."""
     v = tl.minimum((word.to(tl.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
-    # log1p(-v) from log, which is exact to the last bits near 1: log(u) of the rounded u = 1 - v, times v / (1 - u).
+    # log1p(-v) by log, which is exact to the last bits near 1: that of the rounded u = 1 - v, times v / (1 - u).
     u = 1.0 - v
     missing = tl.where(u == 1.0, 1.0, 1.0 - u)
     return -tl.log(tl.where(u == 1.0, v, -tl.log(u) * (v / missing)))
+
+
+@triton.jit
+def _gumbel(ids, position, seed_low, seed_high):
+    """Step 6's noise of token ids."""
+    counter = ids.to(tl.uint32)
+    zero = tl.zeros_like(counter)
+    word, _, _, _ = tl.philox_impl(zero + position.to(tl.uint32), counter, zero, zero, seed_low, seed_high, 10)
+    return _gumbel_of_word(word)
 
 
 @triton.jit
@@ -507,7 +521,7 @@ def sample_finish(
     raw_largest = _largest_of(values + RAW_LARGEST * num_tiles, num_tiles)
     is_finite = tl.abs(raw_largest) < INFINITY
     token_id = 0
-    logprob = float("nan")
+    logprob = tl.full((), float("nan"), tl.float32)
     if is_finite:
         if tl.load(floors + row) < INFINITY:
             token_id = _id_of_largest(values + DRAWN * num_tiles, ids + DRAWN_ID * num_tiles, num_tiles)
@@ -571,7 +585,7 @@ SPECS = (
             "num_tiles": "i32",
             **_VOCAB,
         },
-        variants=_by_unit({"STEP": 8192, "CANDIDATES": 4096}, 16),
+        variants=_by_unit({"STEP": 8192, "CANDIDATES": 4096}, 32),
         aligned=_ANY_ADDRESS,
     ),
     KernelSpec(

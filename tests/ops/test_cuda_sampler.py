@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 
@@ -127,9 +128,9 @@ def random_logits(num_rows: int, vocab_size: int = VOCAB_SIZE, seed: int = 0) ->
 
 def test_mixed_batches_equal_the_plain_reference_row_by_row(rig: SamplerRig) -> None:
     random = Random(0)
-    rows = every_kind(64, random)
+    rows = every_kind(32, random)
     positions = [random.choice([3, 39, 40, 1000]) for _ in rows]
-    logits = random_logits(64)
+    logits = random_logits(32)
     result = rig.run(logits, rows, positions)
     num_near_ties = 0
     for index, (row, position) in enumerate(zip(rows, positions, strict=True)):
@@ -144,19 +145,19 @@ def test_mixed_batches_equal_the_plain_reference_row_by_row(rig: SamplerRig) -> 
     assert all(result.is_finite)
 
 
-@pytest.mark.parametrize(("vocab_size", "vocab_limit"), [(4096, 4096), (4097, 4097), (9001, 9001), (8208, 8199)])
+@pytest.mark.parametrize(("vocab_size", "vocab_limit"), [(4097, 4097), (8208, 8199)])
 def test_any_vocabulary_size_gives_the_ids_of_the_torch_backend(vocab_size: int, vocab_limit: int) -> None:
     """Several tiles, odd sizes, searches that need passes over the row, ids beyond the limit that are never chosen."""
     random = Random(vocab_size)
     rows = [
         dataclasses.replace(row, top_k=random.choice([0, 0, 5, 500, 5000, vocab_limit, 2**40]))
-        for row in every_kind(16, random)
+        for row in every_kind(8, random)
     ]
-    logits = random_logits(16, vocab_size)
+    logits = random_logits(8, vocab_size)
     logits[:, vocab_limit:] = INF
     rig = SamplerRig(host_driver(), interpreted_images(), vocab_size, vocab_limit=vocab_limit)
-    result = rig.run(logits, rows, [40] * 16)
-    expected = run_in_torch(logits[:, :vocab_limit].contiguous(), rows, [40] * 16)
+    result = rig.run(logits, rows, [40] * 8)
+    expected = run_in_torch(logits[:, :vocab_limit].contiguous(), rows, [40] * 8)
     assert result.token_ids == expected.token_ids.tolist()
     assert result.logprobs == pytest.approx(expected.logprobs.tolist(), abs=1e-4)
     assert all(result.is_finite)
@@ -174,14 +175,12 @@ def test_greedy_takes_the_lowest_id_of_a_tie_across_tiles() -> None:
 
 
 def test_ties_are_kept_by_every_filter(rig: SamplerRig) -> None:
-    logits = torch.full((60, VOCAB_SIZE), -5.0)
+    logits = torch.full((15, VOCAB_SIZE), -5.0)
     logits[:, 10:14] = 2.0
-    for row in (
-        sampling(temperature=1.0, top_k=1),
-        sampling(temperature=1.0, top_p=0.01),
-        sampling(temperature=1.0, min_p=1.0),
-    ):
-        assert set(rig.run(logits, [row] * 60, range(60)).token_ids) == {10, 11, 12, 13}
+    filters = ({"top_k": 1}, {"top_p": 0.01}, {"min_p": 1.0})
+    rows = [sampling(temperature=1.0, **filters[index % 3]) for index in range(15)]
+    drawn = rig.run(logits, rows, [22 + index // 3 for index in range(15)]).token_ids
+    assert [set(drawn[index::3]) for index in range(3)] == [{10, 11, 12, 13}] * 3
 
 
 def test_more_ties_than_there_are_candidates() -> None:
@@ -200,36 +199,40 @@ def test_more_ties_than_there_are_candidates() -> None:
     assert drawn == run_in_torch(logits, rows, [9] * 4).token_ids.tolist()
 
 
-@pytest.mark.parametrize("temperature", [1e-3, 1.0, 1e30])
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e37])
-def test_extreme_parameters_give_the_ids_of_the_torch_backend(
-    rig: SamplerRig, temperature: float, scale: float
-) -> None:
-    logits = random_logits(8, seed=1) * scale
+def test_extreme_parameters_give_the_ids_of_the_torch_backend(rig: SamplerRig, scale: float) -> None:
     rows = [
         sampling(temperature=temperature, repetition_penalty=penalty, seen_ids=SEEN_THIRD, **filters)
-        for penalty in (1e-38, 1.0, 1e38, 5e-324)
-        for filters in ({"top_p": 1e-9, "min_p": 1.0}, {"top_k": 5, "top_p": 0.999999})
+        for temperature in (1e-3, 1.0, 1e30)
+        for penalty, filters in (
+            (1e-38, {"top_p": 1e-9, "min_p": 1.0}),
+            (1e38, {"top_k": 5, "top_p": 0.999999}),
+            (5e-324, {"top_k": 5, "top_p": 0.999999}),
+            (1.0, {"top_p": 1e-9}),
+        )
     ]
-    result = rig.run(logits, rows, [5] * 8)
-    expected = run_in_torch(logits, rows, [5] * 8)
+    logits = random_logits(12, seed=1) * scale
+    result = rig.run(logits, rows, [5] * 12)
+    expected = run_in_torch(logits, rows, [5] * 12)
     assert result.token_ids == expected.token_ids.tolist()
     assert all(result.is_finite)
 
 
-@pytest.mark.parametrize("bad", [[NAN], [NAN] * VOCAB_SIZE, [-INF] * VOCAB_SIZE, [INF], [INF, NAN]])
-def test_non_finite_logits_are_flagged_and_stay_in_their_row(rig: SamplerRig, bad: list[float]) -> None:
-    random = Random(3)
-    rows = [*every_kind(5, random), sampling(temperature=1.0, top_k=4, top_p=0.5), sampling(), *every_kind(5, random)]
-    logits = random_logits(len(rows), seed=2)
-    clean = rig.run(logits, rows, [50] * len(rows))
-    logits[5:7, : len(bad)] = torch.tensor(bad)
-    result = rig.run(logits, rows, [50] * len(rows))
-    assert result.is_finite == [index not in (5, 6) for index in range(len(rows))]
-    assert result.token_ids[5:7] == [0, 0]
-    others = [index for index in range(len(rows)) if index not in (5, 6)]
-    assert [result.token_ids[i] for i in others] == [clean.token_ids[i] for i in others]
-    assert [result.logprobs[i] for i in others] == [clean.logprobs[i] for i in others]
+def test_non_finite_logits_are_flagged_and_stay_in_their_row(rig: SamplerRig) -> None:
+    bad = [[NAN], [NAN] * VOCAB_SIZE, [-INF] * VOCAB_SIZE, [INF], [INF, NAN]]
+    good = every_kind(5, Random(3))
+    logits = random_logits(5, seed=2)
+    clean = rig.run(logits, good, [50] * 5)
+    poison = random_logits(5, seed=3)
+    for row, values in zip(poison, bad, strict=True):
+        row[: len(values)] = torch.tensor(values)
+    for neighbour in (sampling(), sampling(temperature=1.0, top_k=4, top_p=0.5, repetition_penalty=1.3)):
+        mixed = torch.stack((logits, poison), 1).view(10, -1)
+        result = rig.run(mixed, [row for one in good for row in (one, neighbour)], [50] * 10)
+        assert result.is_finite == [True, False] * 5
+        assert result.token_ids[1::2] == [0] * 5
+        assert result.token_ids[::2] == clean.token_ids
+        assert result.logprobs[::2] == clean.logprobs
 
 
 def test_minus_infinities_and_a_mask_of_everything_are_no_fault(rig: SamplerRig) -> None:
@@ -313,26 +316,21 @@ def test_a_long_prompt_is_flagged_in_chunks(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_padding_rows_are_harmless_whatever_their_slot_holds() -> None:
-    rig = SamplerRig(host_driver(), interpreted_images(), max_rows=8)
-    rows = every_kind(4, Random(8))
-    for slot, row in enumerate(rows):
-        rig.sampler.reset(slot, row)
-    logits = torch.cat([random_logits(4, seed=9), torch.full((4, VOCAB_SIZE), NAN)])
-    expected = [rig.run(logits[:4], rows, [50] * 4).token_ids for _ in range(1)][0]
-    scratch = as_tensor(rig.sampler._params)[8]
+    rig = SamplerRig(host_driver(), interpreted_images(), max_rows=5)
+    rows = every_kind(2, Random(8))
+    logits = torch.cat([random_logits(4, seed=9), torch.full((1, VOCAB_SIZE), NAN)])
+    expected = rig.run(logits[:2], rows, [50] * 2).token_ids
+    scratch, flags = as_tensor(rig.sampler._params)[5], as_tensor(rig.sampler._token_flags)[5]
     random = Random(9)
-    for slot, row in zip(range(3, -1, -1), rows, strict=True):
-        rig.sampler.reset(slot, row)
-    for _ in range(20):
+    generator = torch.Generator().manual_seed(9)
+    for _ in range(5):
         scratch.copy_(torch.tensor([random.randrange(-(2**31), 2**31) for _ in range(PARAM_WORDS)]))
-        as_tensor(rig.sampler._token_flags)[8].random_(0, 4)
-        logits[4:6] = random_logits(2, seed=10)
-        result = rig.sample(logits, [3, 2, 1, 0, 8, 8, 8, 8], [50] * 4 + [0] * 4)
-        first, expected_first = result.token_ids, expected
-        # Rows with a penalty see what they chose before.
-        unpenalised = [i for i, row in enumerate(rows) if row.repetition_penalty == 1]
-        assert [first[i] for i in unpenalised] == [expected_first[i] for i in unpenalised]
-        assert all(0 <= token_id < VOCAB_SIZE for token_id in first)
+        flags.random_(0, 4, generator=generator)
+        for slot, row in zip((1, 0), rows, strict=True):
+            rig.sampler.reset(slot, row)
+        result = rig.sample(logits, [1, 0, 5, 5, 5], [50] * 2 + [0] * 3)
+        assert result.token_ids[:2] == expected
+        assert all(0 <= token_id < VOCAB_SIZE for token_id in result.token_ids)
 
 
 def test_the_launches_are_the_same_whatever_the_parameters_are(rig: SamplerRig) -> None:
@@ -404,17 +402,17 @@ def test_ring_waits_for_the_oldest_copy_only_when_there_is_no_room(max_pieces: i
     ring = UploadRing(driver, driver.create_stream(), 100, max_pieces)
     dest = driver.allocate(100)
     random = Random(max_pieces)
-    under_way: list[tuple[int, int]] = []
     for _ in range(500):
         data = random.randbytes(random.randrange(1, 101))
-        waited, num_under_way = len(driver.waited), len(driver.under_way)
-        used = sum(piece.end - piece.begin for piece in ring._pieces)
+        num_waits = len(driver.waited)
+        before = [piece for piece in ring._pieces if piece.event in driver.under_way]
         ring.send(dest, data)
         assert bytes(as_tensor(Buffer(dest, (len(data),), "uint8")).tolist()) == data
-        if len(driver.waited) > waited:
-            assert num_under_way == max_pieces or used + len(data) > 100 or ring._pieces[-1].begin == 0
+        newest = ring._pieces[-1]
+        is_in_the_way = any(piece.begin < newest.end and newest.begin < piece.end for piece in before)
+        assert (len(driver.waited) > num_waits) == (is_in_the_way or len(before) == max_pieces)
         under_way = sorted((piece.begin, piece.end) for piece in ring._pieces)
-        assert all(first[1] <= second[0] for first, second in zip(under_way, under_way[1:], strict=False))
+        assert all(first[1] <= second[0] for first, second in pairwise(under_way))
         assert under_way[-1][1] <= 100
         assert len(under_way) <= max_pieces
         if random.random() < 0.3:

@@ -127,10 +127,12 @@ class CudaSampler:
             flags = self._token_flags.rows(slot, slot + 1)
             self._driver.fill_async(flags.address, 0, flags.num_bytes, self._stream)
             self._flagged_slots.discard(slot)
-        if sampling.repetition_penalty != 1 or sampling.stop_ids:
+        has_penalty = sampling.repetition_penalty != 1
+        if has_penalty or sampling.stop_ids:
             self._flagged_slots.add(slot)
         self._uploads.send(self._params.rows(slot, slot + 1).address, _pack_params(sampling))
-        self._flag(slot, sampling.seen_ids, SEEN)
+        if has_penalty:
+            self._flag(slot, sampling.seen_ids, SEEN)
         self._flag(slot, sampling.stop_ids, STOP)
 
     def sample(self, logits: Buffer, inputs: StepInputs[Buffer], num_samples: int) -> None:
