@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -46,6 +47,7 @@ CUBIN_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100")
 ALL_ARCHS = (*CUBIN_ARCHS, PORTABLE_ARCH)
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+_CACHE_PREFIX = ".triton-"
 _BUILDERS = ("build.py", "catalog.py", "compiler.py", "cubin.py", "manifest.py", "spec.py")
 
 
@@ -84,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         build(options.out or built_folder(), archs, options.jobs, is_partial=options.one_variant)
-    except StartupError as error:
+    except (StartupError, OSError) as error:
         _say(str(error))
         return EXIT_FAILED
     return 0
@@ -110,9 +112,15 @@ def build(folder: Path, archs: Sequence[str], num_processes: int, *, is_partial:
     """
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
+        sources = source_digests()
         manifest = _read_manifest(folder)
         intact = {image.key: image for image in manifest.images if _is_intact(folder, image)} if manifest else {}
-        if manifest and not is_partial and _is_current(manifest, archs) and len(intact) == len(manifest.images):
+        if (
+            manifest
+            and not is_partial
+            and _is_current(manifest, sources, archs)
+            and len(intact) == len(manifest.images)
+        ):
             _say(f"{len(intact)} kernels in {folder} are up to date")
             return
         jobs = _jobs(archs, is_partial)
@@ -121,8 +129,10 @@ def build(folder: Path, archs: Sequence[str], num_processes: int, *, is_partial:
         others = [job for job in other_jobs if job.arch not in stale]
         missing = [job for job in jobs if job.key not in intact]
         images = intact | {image.key: image for image in _compile_all(folder, missing, num_processes)}
+        if source_digests() != sources:
+            raise StartupError("sources of kernels changed while they were compiled; run it again")
         complete = {job.arch for job in (others if is_partial else [*jobs, *others])}
-        _write_manifest(folder, complete, [images[job.key] for job in (*jobs, *others)])
+        _write_manifest(folder, sources, complete, [images[job.key] for job in (*jobs, *others)])
         _say(f"{len(missing)} kernels compiled, {len(jobs) + len(others) - len(missing)} kept in {folder}")
 
 
@@ -131,9 +141,11 @@ def build(folder: Path, archs: Sequence[str], num_processes: int, *, is_partial:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One build of a folder at a time; another one waits."""
+    """One build of a folder at a time; another one waits. What a killed one left is cleared away."""
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        for left_over in folder.glob(f"{_CACHE_PREFIX}*"):
+            shutil.rmtree(left_over)
         yield
 
 
@@ -152,11 +164,11 @@ def _is_intact(folder: Path, image: ManifestImage) -> bool:
         return False
 
 
-def _is_current(manifest: ManifestFile, archs: Iterable[str]) -> bool:
+def _is_current(manifest: ManifestFile, sources: dict[str, str], archs: Iterable[str]) -> bool:
     """Told without Triton, whose import costs a second."""
     return (
         (manifest.triton, manifest.builder) == (version("triton"), _builder_digest())
-        and manifest.sources == source_digests()
+        and manifest.sources == sources
         and set(archs) <= set(manifest.archs)
     )
 
@@ -168,7 +180,7 @@ def _jobs(archs: Iterable[str], is_partial: bool) -> list[Job]:
     from server.kernels.catalog import all_specs, expand  # needs Triton
 
     recipes = [recipe for spec in all_specs() for recipe in expand(spec)[: 1 if is_partial else None]]
-    digests = {recipe.module: _module_digest(recipe.module) for recipe in recipes}
+    digests = {module: _module_digest(module) for module in {recipe.module for recipe in recipes}}
     builder = f"{version('triton')} {_builder_digest()}"
     return [
         Job(recipe, arch, _sha256(json.dumps([asdict(recipe), arch, digests[recipe.module], builder]).encode()))
@@ -196,9 +208,9 @@ def _module_digest(module: str) -> str:
 
 
 def _imported_names(path: Path) -> set[str]:
-    """Every name after an `import` or between its dots: more than modules, which does no harm."""
+    """The last part of every module and name that is imported: more than modules, which does no harm."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    for node in ast.parse(path.read_bytes()).body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             names.update(alias.name.rpartition(".")[2] for alias in node.names)
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -214,7 +226,7 @@ def _compile_all(folder: Path, jobs: Sequence[Job], num_processes: int) -> list[
         return []
     num_workers = max(1, min(num_processes, len(jobs)))
     _say(f"compiling {len(jobs)} kernels for {', '.join(sorted({job.arch for job in jobs}))}, {num_workers} at a time")
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".triton-") as cache:
+    with tempfile.TemporaryDirectory(dir=folder, prefix=_CACHE_PREFIX) as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
         os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # the same bytes wherever the sources lie
         # Forked processes have Triton imported already, and no compilation has started threads in this one.
@@ -231,8 +243,12 @@ def _compile(folder: Path, job: Job) -> ManifestImage:
     from server.kernels.compiler import compile_recipe
 
     kernel = compile_recipe(job.recipe, job.arch)
-    _write_aside(folder / job.file, kernel.data)
+    return _save(folder, job, kernel.data, kernel.shared_bytes)
+
+
+def _save(folder: Path, job: Job, data: bytes, shared_bytes: int) -> ManifestImage:
     recipe = job.recipe
+    _write_aside(folder / job.file, data)
     return ManifestImage(
         name=recipe.name,
         arch=job.arch,
@@ -242,19 +258,19 @@ def _compile(folder: Path, job: Job) -> ManifestImage:
         parameters=tuple(ManifestParameter(p.name, p.type, p.alignment) for p in recipe.parameters),
         entry=recipe.function,
         num_warps=recipe.num_warps,
-        shared_bytes=kernel.shared_bytes,
+        shared_bytes=shared_bytes,
         file=job.file,
-        num_bytes=len(kernel.data),
-        sha256=_sha256(kernel.data),
+        num_bytes=len(data),
+        sha256=_sha256(data),
         key=job.key,
     )
 
 
-def _write_manifest(folder: Path, archs: Iterable[str], images: Sequence[ManifestImage]) -> None:
+def _write_manifest(
+    folder: Path, sources: dict[str, str], archs: Iterable[str], images: Sequence[ManifestImage]
+) -> None:
     """The manifest comes last, then go the files that it does not name."""
-    manifest = ManifestFile(
-        FORMAT, version("triton"), _builder_digest(), source_digests(), tuple(sorted(archs)), tuple(images)
-    )
+    manifest = ManifestFile(FORMAT, version("triton"), _builder_digest(), sources, tuple(sorted(archs)), tuple(images))
     _write_aside(folder / MANIFEST_FILE, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
     named = {folder / image.file for image in images}
     for path in folder.glob("*/*"):

@@ -89,7 +89,7 @@ class Kernel:
             found = arg.dtype if isinstance(arg, Buffer) else type(arg)
             is_address = parameter.type.startswith("*") and found is int
             if found != kind and not is_address and not (kind is float and found is int):
-                described = f"a {found} Buffer" if isinstance(arg, Buffer) else repr(arg)
+                described = f"a Buffer of {found}" if isinstance(arg, Buffer) else repr(arg)
                 raise TypeError(
                     f"kernel {self.image.name}: {parameter.name} is {described}; {parameter.type} is what it takes"
                 )
