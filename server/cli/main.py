@@ -12,6 +12,9 @@ from server.errors import ServerError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
+bench_app = typer.Typer(no_args_is_help=True)
+app.add_typer(bench_app, name="bench", help="Measure this server, or another one.")
+
 _EXIT_PERMANENT = 4
 _EXIT_TERMINATED = 128 + signal.SIGTERM
 
@@ -64,6 +67,33 @@ def make_model(
     from server.cli.make_model import make_model as run
 
     _run(lambda: run(shape, target, seed=seed, dtype=dtype, tokenizer=tokenizer))
+
+
+@bench_app.command("startup")
+def bench_startup(
+    model: Annotated[str, typer.Option(help="folder or hub id; empty: what the profile says")] = "",
+    profile: Annotated[str, typer.Option(help="name of a file in config/profiles; empty: demo")] = "",
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="any setting of the server; may be repeated"),
+    ] = None,
+    what: Annotated[
+        str, typer.Option(help="of warm,cold,first-ever,kill,kill-many,kill-arbiter,requests; empty: all")
+    ] = "",
+    runs: Annotated[int, typer.Option(min=1, help="of each")] = 5,
+    streams: Annotated[int, typer.Option(min=2, help="of kill-many")] = 100,
+    json_: Annotated[Path | None, typer.Option("--json", help="file for everything that was measured")] = None,
+    command: Annotated[str, typer.Option(help="another server; {port} in it becomes a free port")] = "",
+    url: Annotated[str, typer.Option(help="of the other server; empty: http://127.0.0.1:{port}")] = "",
+    path: Annotated[str, typer.Option(help="where the request that ends a start is posted")] = "/generate",
+    body: Annotated[str, typer.Option(help="its JSON; empty: one token after a few")] = "",
+    files: Annotated[Path | None, typer.Option(help="folder that is put into or out of the page cache")] = None,
+) -> None:
+    """Measure starts, kills and first requests from outside: exec to the body of a real answer."""
+    from server.cli.bench import bench_startup as run
+
+    overrides: dict[str, object] = {"model.path": model} if model else {}
+    _run(lambda: run(profile, overrides, set_ or [], what, runs, streams, json_, command, url, path, body, files))
 
 
 def _run(command: Callable[[], object]) -> None:

@@ -92,10 +92,14 @@ class Restart(msgspec.Struct, frozen=True):
 
 
 class Startup(msgspec.Struct, frozen=True):
-    """Everything. `ready_s` is the first moment at which a request could be answered, in seconds since exec."""
+    """Everything. `ready_s` is the first moment at which a request could be answered, in seconds since exec.
+
+    `pids`: of the processes that live now.
+    """
 
     ready_s: float | None
     device: str
+    pids: dict[str, int]
     stages: list[Row]
     critical_path: list[Segment]
     processes: list[Process]
@@ -131,6 +135,7 @@ def read_startup(board: Board, backend: str) -> Startup:
     return Startup(
         ready_s=view.seconds(done_at) if done_at else None,
         device=view.device,
+        pids={"master": board.master_pid, "arbiter": board.arbiter_pid, "model": board.model_pid},
         stages=rows,
         critical_path=path,
         processes=view.processes(),

@@ -1,0 +1,161 @@
+"""A server under test: started in a session and a runtime folder of its own, watched from outside, and always ended."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+from urllib.parse import urlsplit
+
+from server.bench.http import Address
+from server.errors import ServerError
+from server.settings.load import OVERRIDES_VARIABLE, PROFILE_VARIABLE
+
+_STOP_LIMIT_S = 15.0
+_GONE_LIMIT_S = 5.0
+_LOG_TAIL_LINES = 15
+
+
+class BenchFailed(ServerError):
+    """A measurement could not be made; the message holds the end of the server's log."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCommand:
+    """How to start a server. `{port}` in arguments and url becomes a free port; other servers have no `overrides`.
+
+    `environ` replaces variables; an empty value removes one.
+    """
+
+    arguments: tuple[str, ...]
+    url: str = "http://127.0.0.1:{port}"
+    folder: Path | None = None
+    profile: str = ""
+    overrides: Mapping[str, object] = field(default_factory=dict)
+    environ: Mapping[str, str] = field(default_factory=dict)
+    is_ours: bool = True
+
+    def with_environ(self, environ: Mapping[str, str]) -> "ServerCommand":
+        """The same with more variables."""
+        return replace(self, environ={**self.environ, **environ})
+
+
+class ServerProcess:
+    """Use as a context manager: whatever happens inside, no process of the server outlives it."""
+
+    def __init__(self, command: ServerCommand) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="msb-"))  # short: Unix sockets in it have 108 bytes for their path
+        self._log = self._folder / "log"
+        port = free_port()
+        parts = urlsplit(command.url.format(port=port))
+        self.address: Address = (parts.hostname or "127.0.0.1", parts.port or port)
+        arguments = [argument.replace("{port}", str(port)) for argument in command.arguments]
+        environ = self._environment(command, port)
+        with self._log.open("w") as log:
+            self.started_at = time.monotonic()
+            self._process = subprocess.Popen(  # noqa: S603 (what the caller asked to measure)
+                arguments, cwd=command.folder, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def _environment(self, command: ServerCommand, port: int) -> dict[str, str]:
+        environ = {name: value for name, value in (os.environ | dict(command.environ)).items() if value}
+        environ.pop("NOTIFY_SOCKET", None)  # whoever runs this command is not the service
+        if command.is_ours:
+            own = {"server.host": "127.0.0.1", "server.port": port, "server.runtime_dir": str(self._folder / "run")}
+            environ[OVERRIDES_VARIABLE] = json.dumps(dict(command.overrides) | own)
+            if command.profile:
+                environ[PROFILE_VARIABLE] = command.profile
+        return environ
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, error_class: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._end(error_class is None)
+        finally:
+            self._kill_group()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def pid(self) -> int:
+        """The process that was started, leader of its session and group."""
+        return self._process.pid
+
+    def check_alive(self) -> None:
+        """Raises BenchFailed if it has ended."""
+        if self._process.poll() is not None:
+            raise self.failure(f"the server ended with exit code {self._process.returncode}")
+
+    def failure(self, what: str) -> BenchFailed:
+        """An error that shows the end of the log."""
+        lines = self._log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
+        return BenchFailed("\n  ".join([f"{what}; its last lines:", *lines]))
+
+    def _end(self, is_well: bool) -> None:
+        """Ask it to stop and wait; after a failure, or when it takes too long, there is only the kill."""
+        if is_well and self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(_STOP_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                return
+
+    def _kill_group(self) -> None:
+        """Everything that it started and that stayed in its group, until the last one has gone."""
+        deadline = time.monotonic() + _GONE_LIMIT_S
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            while time.monotonic() < deadline and (self._process.poll() is None or _has_living_member(self.pid)):
+                os.killpg(self.pid, signal.SIGKILL)
+                time.sleep(0.005)
+
+
+def _has_living_member(session: int) -> bool:
+    """Whether a process of the session lives: the dead may stay as zombies where nobody reaps orphans."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, found = path.read_text().rpartition(") ")[2].split()[:4]
+            if int(found) == session and state not in "ZX":
+                return True
+    return False
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def path_without_compilers(search_path: str, folder: Path) -> str:
+    """`search_path` as it would be if no C compiler were installed: folders that hold one are replaced by links."""
+    kept = []
+    for number, name in enumerate(part for part in search_path.split(":") if part and Path(part).is_dir()):
+        programs = list(Path(name).iterdir())
+        if any(_is_compiler(program.name) for program in programs):
+            replacement = folder / str(number)
+            replacement.mkdir(parents=True)
+            for program in programs:
+                if not _is_compiler(program.name):
+                    (replacement / program.name).symlink_to(program)
+            name = str(replacement)
+        kept.append(name)
+    return ":".join(kept)
+
+
+def _is_compiler(program: str) -> bool:
+    words = program.replace(".", "-").split("-")
+    return any(word in ("cc", "gcc", "c++", "g++", "clang", "clang++", "tcc", "c89", "c99", "nvcc") for word in words)
