@@ -210,7 +210,7 @@ class _Summation:
     def run(self, tables: Sequence[tuple[KernelImage, "array[int]"]]) -> list[int]:
         """One launch per table that has rows."""
         driver, stream = self._driver, self._stream
-        sum_bytes = self._num_tensors * 8
+        sum_bytes = -(-self._num_tensors * 8 // _VECTOR_BYTES) * _VECTOR_BYTES
         used = [(driver.load(image), table) for image, table in tables if table]
         num_bytes = sum_bytes + sum(len(table) * table.itemsize for _, table in used)
         on_host, on_device = driver.allocate_pinned(num_bytes), driver.allocate(num_bytes)
@@ -219,7 +219,7 @@ class _Summation:
             self._launch(used, on_host, on_device, sum_bytes)
             driver.copy_to_host_async(on_host.address, on_device, sum_bytes, stream)
             driver.synchronize(stream)
-            return list(on_host.view[:sum_bytes].cast("Q"))
+            return list(on_host.view[:sum_bytes].cast("Q")[: self._num_tensors])
         finally:
             driver.free(on_device)
             driver.free_pinned(on_host)
