@@ -10,6 +10,7 @@ from server.ops.torch.backend import create_backend
 from server.ops.torch.operations import TorchOperations
 
 UNIT_ROUNDOFFS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+SMALLEST_ERRORS = {torch.bfloat16: 2.0**-126, torch.float16: 2.0**-25}  # where numbers are subnormal
 EPS = 1e-5
 LIMITS = BatchLimits(max_batched_tokens=8, max_num_requests=8, max_model_len=1 << 17, num_blocks=5, block_size=8)
 NO_SAMPLING = SamplingUse(penalty=False, min_tokens=False, top_k_or_top_p=False, min_p=False, logprobs=False)
@@ -23,8 +24,9 @@ def reference(
     group_size: int = 1,
     head_dim: int = 64,
     qk_norm: bool = False,
+    device: str = "cpu",
 ) -> TorchOperations:
-    """The torch backend of a model of these sizes on the CPU."""
+    """The torch backend of a model of these sizes."""
     facts = ModelFacts(
         architecture="Qwen3ForCausalLM",
         vocab_size=32,
@@ -44,7 +46,7 @@ def reference(
         tied_head=True,
         dtype="float32",
     )
-    table = torch.zeros(facts.vocab_size, hidden_size)
+    table = torch.zeros(facts.vocab_size, hidden_size, device=device)
     ops = create_backend(facts, {"embed.weight": table}, LIMITS, vocab_limit=facts.vocab_size)
     assert isinstance(ops, TorchOperations)
     return ops
@@ -61,9 +63,10 @@ def begin_step(ops: TorchOperations, positions: list[int], kv_rows: list[int]) -
     ops.begin_step(StepShape(tuple(positions), (1,) * num_tokens, num_tokens, num_tokens, 0, 0, False, NO_SAMPLING))
 
 
-def assert_rounded_once(found: Tensor, exact: Tensor) -> None:
-    """Each element within half a unit in the last place of fp32's result, and a little for fp32 itself."""
-    roundoff = UNIT_ROUNDOFFS[found.dtype]
-    scale = exact[exact.isfinite()].abs().max().item()
-    smallest = 2.0**-25 if found.dtype == torch.float16 else 0.0  # half the distance of fp16's subnormals
-    torch.testing.assert_close(found.float(), exact, rtol=roundoff * 1.01, atol=2e-6 * scale + smallest)
+def assert_rounded_once(found: Tensor, exact: Tensor, absolute: float = 0.0) -> None:
+    """Each element within half a unit in the last place of fp32's result, and a little for fp32 itself.
+
+    `absolute`: what fp32 may lose where large terms cancel.
+    """
+    smallest = SMALLEST_ERRORS[found.dtype] + absolute
+    torch.testing.assert_close(found.float(), exact, rtol=UNIT_ROUNDOFFS[found.dtype] * 1.01, atol=smallest)
