@@ -173,11 +173,11 @@ class CudaOperations:
         self._driver.begin_capture(self._stream)
         try:
             run(act)
+            return StepGraph(self._driver.end_capture(self._stream))
         except BaseException:
             with suppress(DriverError):  # the first error names the cause
                 self._driver.abandon_capture(self._stream)
             raise
-        return StepGraph(self._driver.end_capture(self._stream))
 
     def replay(self, graph: StepGraph, shape: StepShape) -> None:
         """Issue a recorded step by one call."""
