@@ -11,7 +11,7 @@ import triton.language as tl
 from server.kernels.spec import KernelSpec, Variant
 
 DECODE_ROWS = tl.constexpr(16)  # query heads of a decode tile, used or not: the fewest rows that tl.dot takes
-CHUNKS_AT_ONCE = tl.constexpr(128)
+CHUNKS_AT_ONCE = tl.constexpr(64)
 
 
 @triton.jit

@@ -114,7 +114,7 @@ def test_chunks_at_every_border_of_tiles(group_size: int, device: DeviceFacts) -
 def test_chunks_are_found_among_more_than_are_looked_at_at_once() -> None:
     limits = BatchLimits(512, 140, 64, 200, 8)
     rig = make_rig(group_size=1, limits=limits)
-    attend(rig, [(3, 1)] + [(index % 5, 1 + index % 3) for index in range(130)], num_decodes=1)
+    attend(rig, [(3, 1)] + [(index % 5, 1 + index % 3) for index in range(66)], num_decodes=1)
 
 
 def test_scores_of_any_size_are_weighed_without_overflow() -> None:
