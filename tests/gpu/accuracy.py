@@ -1,11 +1,11 @@
 # ruff: noqa: T201
 """How far our bf16 logits are from an fp32 run, beside transformers in bf16, teacher-forced in every batch shape.
 
-    PYTHONPATH=. python tests/gpu/accuracy.py CHECKPOINT_FOLDER
+    PYTHONPATH=. python tests/gpu/accuracy.py CHECKPOINT_FOLDER [--backend cuda]
 
-Needs no network and no tokenizer: prompts are random ids. Fails (exit 1) if, in any shape, our error exceeds 1.1 times
-that of transformers, or more than 0.5 % of the greedy ids differ from the fp32 run where its two best logits are
-further apart than twice the largest error of transformers.
+Needs no network and no tokenizer: prompts are random ids. The cuda backend replays decode steps from graphs. Fails
+(exit 1) if, in any shape, our error exceeds 1.1 times that of transformers, or more than 0.5 % of the greedy ids differ
+from the fp32 run where its two best logits are further apart than twice the largest error of transformers.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -24,10 +25,14 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from server.engine.messages import SamplingParams
+from server.kernels.manifest import built_folder, read_manifest
 from server.models.decoder import Decoder
 from server.models.facts import ModelFacts
 from server.models.rope import inverse_frequencies
-from server.ops.interface import BatchLimits
+from server.ops.cuda.buffer import Buffer
+from server.ops.cuda.nvidia import NvidiaDriver
+from server.ops.cuda.operations import CudaOperations
+from server.ops.interface import Activations, BatchLimits, StepGraph, StepShape
 from server.ops.torch.operations import TorchOperations
 from server.ops.torch.weights import weight_tensors
 from server.runner.input_batch import InputBatch, slot_sampling
@@ -38,6 +43,7 @@ MAX_RATIO = 1.1
 MAX_UNEXPLAINED = 0.005
 TOKEN_BUDGET = 2048
 BLOCK_SIZE = 16
+LOGITS_ROWS = 256
 CHUNK_TOKENS = 37  # of prompts beside decodes: no multiple of anything
 
 
@@ -128,17 +134,103 @@ class Comparison:
         return math.sqrt(self.sum_squares / self.num_logits)
 
 
+class TorchRig:
+    """The torch backend, whose hidden states are turned into logits at every position."""
+
+    def __init__(self, facts: ModelFacts, weights: dict[str, Tensor], limits: BatchLimits) -> None:
+        self.ops = TorchOperations(facts, weights, limits, inverse_frequencies(facts), facts.vocab_size)
+        self._decoder = Decoder(facts, self.ops)
+        self._head = self.ops.weights["embed.weight" if facts.tied_head else "head.weight"]
+        self._vocab_size = facts.vocab_size
+
+    def poison_pool(self) -> None:
+        self.ops.kv_pool.fill_(float("nan"))
+
+    def run(self, act: Activations[Tensor], shape: StepShape) -> None:
+        self._decoder.forward(act)
+
+    def logits(self, act: Activations[Tensor], first: int, count: int) -> Tensor:
+        """[count, vocab] of token rows `first` .. of the step that ran last."""
+        logits = torch.empty(count, self._vocab_size, device=act.normed.device)
+        with self.ops.execution_context():
+            self.ops.logits(act.normed[first : first + count], self._head, logits)
+        return logits
+
+
+class CudaRig:
+    """The cuda backend in a process that has torch too: tensors and buffers are views of the same memory."""
+
+    def __init__(self, facts: ModelFacts, weights: dict[str, Tensor], limits: BatchLimits) -> None:
+        self._driver = NvidiaDriver.open()
+        self._stream = self._driver.create_stream()
+        manifest = read_manifest(built_folder())
+        assert manifest is not None, "no kernels are built: run scripts/build-kernels"
+        torch.cuda.synchronize()
+        self.ops = CudaOperations(
+            facts,
+            {name: _as_buffer(tensor) for name, tensor in weights.items()},
+            limits,
+            inverse_frequencies(facts),
+            facts.vocab_size,
+            driver=self._driver,
+            stream=self._stream,
+            images=manifest.images(self._driver.facts.arch),
+        )
+        self._decoder = Decoder(facts, self.ops)
+        self._head = self.ops.weights["embed.weight" if facts.tied_head else "head.weight"]
+        self._logits = torch.empty(LOGITS_ROWS, facts.vocab_size, device="cuda")
+        self._graphs: dict[int, StepGraph] = {}
+
+    def poison_pool(self) -> None:
+        pool = self.ops.kv_pool
+        self._driver.fill_async(pool.address, 0xFF, pool.num_bytes, self._stream)  # NaN in both half precisions
+
+    def run(self, act: Activations[Buffer], shape: StepShape) -> None:
+        """Decodes alone run once, are recorded, and replayed from then on."""
+        if shape.num_chunks in self._graphs and shape.num_decodes == shape.num_chunks:
+            self.ops.replay(self._graphs[shape.num_chunks], shape)
+            return
+        self._run(act)
+        if shape.num_decodes == shape.num_chunks:
+            self._graphs[shape.num_chunks] = self.ops.capture(shape, self._run)
+
+    def logits(self, act: Activations[Buffer], first: int, count: int) -> Tensor:
+        """[count, vocab] of token rows `first` .. of the step that ran last."""
+        pieces = []
+        for begin in range(first, first + count, LOGITS_ROWS):
+            end = min(begin + LOGITS_ROWS, first + count)
+            out = self._logits[: end - begin]
+            self.ops.logits(act.normed.rows(begin, end), self._head, _as_buffer(out))
+            self._driver.synchronize(self._stream)
+            pieces.append(out.clone())
+            torch.cuda.synchronize()
+        return torch.cat(pieces)
+
+    def _run(self, act: Activations[Buffer]) -> None:
+        self._decoder.forward(act)
+        self.ops.sample(act.logits)
+
+
+def _as_buffer(tensor: Tensor) -> Buffer:
+    assert tensor.is_contiguous()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Buffer(tensor.data_ptr(), tuple(tensor.shape), dtype, tensor)  # type: ignore[arg-type]
+
+
+RIGS = {"torch": TorchRig, "cuda": CudaRig}
+
+
 class TeacherForcing:
     """Runs prompts through decoder and backend in given steps, and yields the logits of every position."""
 
-    def __init__(self, facts: ModelFacts, weights: dict[str, Tensor], prompts: list[list[int]]) -> None:
+    def __init__(
+        self, facts: ModelFacts, weights: dict[str, Tensor], prompts: list[list[int]], backend: str = "torch"
+    ) -> None:
         num_prompts, num_tokens = len(prompts), len(prompts[0])
         blocks_per_prompt = -(-num_tokens // BLOCK_SIZE)
         limits = BatchLimits(TOKEN_BUDGET, num_prompts, num_tokens, 1 + num_prompts * blocks_per_prompt, BLOCK_SIZE)
-        self._facts, self._prompts = facts, prompts
-        self._ops = TorchOperations(facts, weights, limits, inverse_frequencies(facts), facts.vocab_size)
-        self._decoder = Decoder(facts, self._ops)
-        self._head = self._ops.weights["embed.weight" if facts.tied_head else "head.weight"]
+        self._prompts = prompts
+        self._rig = RIGS[backend](facts, weights, limits)
         self._batch = InputBatch(limits)
         block_ids = list(range(1, limits.num_blocks))
         Random(0).shuffle(block_ids)
@@ -151,7 +243,7 @@ class TeacherForcing:
 
     def run(self, steps: Steps) -> Iterator[tuple[Part, Tensor]]:
         """In the order of the steps: each part with its logits [length, vocab]."""
-        self._ops.kv_pool.fill_(float("nan"))
+        self._rig.poison_pool()
         for step in steps:
             chunks = tuple(
                 TokenChunk(
@@ -168,18 +260,15 @@ class TeacherForcing:
             yield from self._run_step(step, StepPlan(1, (), chunks))
 
     def _run_step(self, step: list[Part], plan: StepPlan) -> Iterator[tuple[Part, Tensor]]:
-        ops = self._ops
-        with ops.execution_context():
-            act = ops.begin_step(self._batch.fill(plan, ops.next_staging()))
-            self._decoder.forward(act)
-            hidden = act.normed.clone()
+        rig = self._rig
+        with rig.ops.execution_context():
+            shape = self._batch.fill(plan, rig.ops.next_staging())
+            act: Any = rig.ops.begin_step(shape)
+            rig.run(act, shape)
         row = 0
         for part in step:
-            logits = torch.empty(part.length, self._facts.vocab_size, device=hidden.device)
-            with ops.execution_context():
-                ops.logits(hidden[row : row + part.length], self._head, logits)
+            yield part, rig.logits(act, row, part.length)
             row += part.length
-            yield part, logits
 
 
 def shapes(num_prompts: int, num_tokens: int) -> dict[str, Steps]:
@@ -239,7 +328,7 @@ def compare_ours(forcing: TeacherForcing, steps: Steps, expected: Tensor, explai
     return comparison
 
 
-def measure(folder: Path, num_prompts: int, num_tokens: int, device: str) -> bool:
+def measure(folder: Path, num_prompts: int, num_tokens: int, device: str, backend: str = "torch") -> bool:
     """Print the table; whether all shapes pass."""
     facts = open_folder(folder)[0].facts
     random = Random(0)
@@ -257,14 +346,13 @@ def measure(folder: Path, num_prompts: int, num_tokens: int, device: str) -> boo
     }
     del model
     free_memory()
-    print(
-        f"{num_prompts} prompts x {num_tokens} tokens, logits {float(expected.std()):.3f} rms, {facts.dtype}, {device}"
-    )
+    scale = f"logits {float(expected.std()):.3f} rms"
+    print(f"{num_prompts} prompts x {num_tokens} tokens, {scale}, {facts.dtype}, {device}, {backend} backend")
     for name, comparison in theirs.items():
         report(name, comparison, 1.0)
     limit = min(comparison.rms_error for comparison in theirs.values())
     explained_gap = 2 * max(comparison.max_error for comparison in theirs.values())
-    forcing = TeacherForcing(*load_ours(folder, device), prompts)
+    forcing = TeacherForcing(*load_ours(folder, device), prompts, backend)
     passed = True
     for name, steps in shapes(num_prompts, num_tokens).items():
         ours = compare_ours(forcing, steps, expected, explained_gap)
@@ -298,8 +386,9 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--backend", choices=RIGS, default="torch")
     options = parser.parse_args(None if arguments is None else list(arguments))
-    return 0 if measure(options.folder, options.prompts, options.tokens, options.device) else 1
+    return 0 if measure(options.folder, options.prompts, options.tokens, options.device, options.backend) else 1
 
 
 if __name__ == "__main__":
