@@ -41,7 +41,7 @@ HOPELESS = tl.constexpr(-26.0)
 INFINITY = tl.constexpr(float("inf"))
 NO_ID = tl.constexpr(2**31 - 1)
 TILES = tl.constexpr(128)  # that a row's reduction loads at a time
-NUM_VALUE_STEPS = tl.constexpr(12)
+NUM_DISTANCE_STEPS = tl.constexpr(12)  # halvings of the distance; the bits bound what follows
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -223,13 +223,10 @@ def _compact(
 
 
 @triton.jit
-def _middle(above, end, by_value):
-    """A number of above + 1 .. end - 1: halves the bits, or the distances that they are."""
-    low = tl.maximum(above, 0)
-    middle = low + (end - low) // 2
-    if by_value:
-        halves = 0.5 * low.to(tl.float32, bitcast=True) + 0.5 * end.to(tl.float32, bitcast=True)
-        middle = halves.to(tl.int32, bitcast=True)
+def _middle_distance(above, end):
+    """Bits of above + 1 .. end - 1 that halve the distances between, as far as that can be."""
+    low = tl.maximum(above, 0).to(tl.float32, bitcast=True)
+    middle = (0.5 * low + 0.5 * end.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
     return tl.minimum(tl.maximum(middle, above + 1), end - 1)
 
 
@@ -262,16 +259,19 @@ def _head_end(
     weight_above = 0.0
     steps = 0
     while (end - above > 1) & (num_within - num_above > CANDIDATES):
-        middle = _middle(above, end, steps < NUM_VALUE_STEPS)
+        middle = above + (end - above) // 2
+        if steps < NUM_DISTANCE_STEPS:
+            middle = _middle_distance(above, end)
         weight, count = _head_weight(
             logits, flags, penalty, is_early, vocab_size, vocab_limit, largest, decay, middle, BY_MASS, STEP
         )
-        is_enough = weight >= target
-        end = tl.where(is_enough, middle, end)
-        num_within = tl.where(is_enough, count, num_within)
-        above = tl.where(is_enough, above, middle)
-        num_above = tl.where(is_enough, num_above, count)
-        weight_above = tl.where(is_enough, weight_above, weight)
+        if weight >= target:
+            end = middle
+            num_within = count
+        else:
+            above = middle
+            num_above = count
+            weight_above = weight
         steps += 1
 
     if num_within - num_above <= CANDIDATES:  # otherwise they are all equal, and `end` is it
@@ -284,17 +284,18 @@ def _head_end(
         num_within = num_above + tl.sum((bits <= end).to(tl.int32), 0)
         num_outside = num_above  # the candidates' own bracket narrows around the last one kept
         while (end - above > 1) & (num_within - num_outside > 1):
-            middle = _middle(above, end, False)
+            middle = above + (end - above) // 2
             is_head = bits <= middle
             inside = num_above + tl.sum(is_head.to(tl.int32), 0)
             weight = inside.to(tl.float32)
             if BY_MASS:
                 weight = weight_above + tl.sum(tl.where(is_head, weights, 0.0), 0)
-            is_enough = weight >= target
-            end = tl.where(is_enough, middle, end)
-            num_within = tl.where(is_enough, inside, num_within)
-            above = tl.where(is_enough, above, middle)
-            num_outside = tl.where(is_enough, num_outside, inside)
+            if weight >= target:
+                end = middle
+                num_within = inside
+            else:
+                above = middle
+                num_outside = inside
         # Whatever ties in z with the last one kept stays too, so its own distance is the end.
         end = tl.maximum(tl.max(tl.where(bits <= end, bits, above), 0), 0)
         tl.debug_barrier()  # the candidates may be written anew

@@ -20,7 +20,7 @@ from tests.ops.sampling_reference import gumbel
 from tests.ops.test_cuda_sampler import SamplerRig, host_driver, interpreted_images
 from tests.ops.test_sampler import every_kind, sampling
 
-SMALL = {"TILE": 64, "STEP": 64, "CANDIDATES": 16}
+SMALL = {"TILE": 128, "STEP": 128, "CANDIDATES": 16}
 
 
 @triton.jit
@@ -113,7 +113,7 @@ def kept_in_double(scores: Tensor, row: SlotSampling) -> Tensor:
 
 @pytest.mark.parametrize("shape", ["normal", "ties", "narrow", "peaked", "outliers"])
 def test_searches_keep_exactly_what_the_definition_keeps(monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
-    """Sixteen candidates and 64 scores at a time: passes narrow the bracket first."""
+    """Sixteen candidates and 128 scores at a time: passes narrow the bracket first."""
     num_rows, vocab_size = 8, 500
     random, generator = Random(shape), torch.Generator().manual_seed(0)
     logits = torch.randn(num_rows, vocab_size, generator=generator) * 3
@@ -156,17 +156,17 @@ def gumbel_noise_of(row: SlotSampling, vocab_size: int) -> Tensor:
 
 
 def test_rows_of_many_tiles_are_reduced_in_several_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    vocab_size = 64 * 130 + 5
+    vocab_size = 128 * 130 + 5
     rows = [sampling(), sampling(temperature=2.0, top_p=0.3)]
     logits = torch.zeros(2, vocab_size)
-    logits[0, [64 * 128 + 1, 64 * 129]] = 1.0
-    logits[1, [64 * 130 + 4, 3]] = 40.0
+    logits[0, [128 * 128 + 1, 128 * 129]] = 1.0
+    logits[1, [128 * 130 + 4, 3]] = 40.0
     rig = small_rig(monkeypatch, vocab_size, 2)
     result = rig.run(logits, rows, [0, 0])
-    assert result.token_ids[0] == 64 * 128 + 1
-    assert result.token_ids[1] in (3, 64 * 130 + 4)
+    assert result.token_ids[0] == 128 * 128 + 1
+    assert result.token_ids[1] in (3, 128 * 130 + 4)
     assert result.logprobs == pytest.approx(
-        [float(logits[i].log_softmax(0)[result.token_ids[i]]) for i in range(2)], abs=1e-5
+        [float(logits[i].double().log_softmax(0)[result.token_ids[i]]) for i in range(2)], abs=1e-5
     )
 
 
