@@ -15,13 +15,14 @@ from server.errors import EngineDead
 from server.kernels.manifest import REBUILD, built_folder, read_manifest
 from server.kv import sizing
 from server.launch.board import LoaderState, Role
+from server.launch.hand_over import send_memory
 from server.launch.service import Service
 from server.models.vocabulary import Vocabulary
 from server.ops.cuda.backend import create_backend
 from server.ops.cuda.buffer import Buffer
 from server.ops.cuda.driver import Driver, KernelImage, OutOfDeviceMemory
 from server.ops.cuda.nvidia import NvidiaDriver
-from server.ops.cuda.sizes import activation_bound_bytes
+from server.ops.cuda.sizes import activation_bound_bytes, kv_pool_spec
 from server.ops.cuda.weights import weight_buffers
 from server.ops.interface import Operations
 from server.runner.graphs import graph_sizes
@@ -51,7 +52,8 @@ def build_operations(service: Service, vocabulary: Vocabulary) -> tuple[Operatio
     board.begin_stage(Role.MODEL, "pool, kernels")
     board.kv_pool_bytes = board.kv_pool_bytes or _pool_bytes(service, driver)
     limits = batch_limits(service, board.kv_pool_bytes)
-    _wait_for_free_memory(driver, board.kv_pool_bytes + activation_bound_bytes(facts, limits))
+    kv_pool_address = _map_pool(service, driver, kv_pool_spec(facts, limits).num_bytes)
+    _wait_for_free_memory(driver, activation_bound_bytes(facts, limits))
     ops = create_backend(
         facts,
         weight_buffers(memory.address, service.layout, memory),
@@ -60,6 +62,7 @@ def build_operations(service: Service, vocabulary: Vocabulary) -> tuple[Operatio
         driver=driver,
         stream=driver.create_stream(),
         images=images,
+        kv_pool_address=kv_pool_address,
         records_steps=not settings.debug.sync_launches,  # a replayed graph does not say which of its launches failed
     )
     return ops, wait
@@ -112,12 +115,29 @@ def _pool_bytes(service: Service, driver: Driver) -> int:
     return sizing.pool_bytes_on_device(service.settings.kv, memory)
 
 
+def _map_pool(service: Service, driver: Driver, num_bytes: int) -> int:
+    """The KV pool: the predecessor's, whose content counts for nothing, or a new one for all successors."""
+    if not driver.facts.can_share_memory:
+        _wait_for_free_memory(driver, num_bytes)
+        return driver.allocate(num_bytes)
+    granularity = driver.facts.granularity
+    rounded_bytes = -(-num_bytes // granularity) * granularity
+    fd = service.pool_hand_over.copy_memory()
+    if fd is None:
+        fd = driver.create_shareable(rounded_bytes)
+        send_memory(service.pool_sender, fd)
+    try:
+        return driver.map_shareable(fd, rounded_bytes, writable=True)
+    finally:
+        os.close(fd)
+
+
 def _wait_for_free_memory(driver: Driver, num_bytes: int) -> None:
     deadline = time.monotonic() + FREE_MEMORY_LIMIT_S
     while (free_bytes := driver.memory_info()[0]) < num_bytes:
         if time.monotonic() > deadline:
             raise OutOfDeviceMemory(
-                f"{num_bytes // sizing.MIB} MiB for KV pool and activations, {free_bytes // sizing.MIB} MiB are free",
+                f"{num_bytes // sizing.MIB} MiB beside the weights, {free_bytes // sizing.MIB} MiB are free",
                 2,
                 "full GPU",
             )

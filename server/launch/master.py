@@ -19,6 +19,8 @@ from gunicorn.sock import TCP6Socket, TCPSocket
 from server.errors import EngineDead, StartupError
 from server.launch.board import Board, ExitCode, Role
 from server.launch.fork_check import check_every_fork, forked_at
+from server.launch.garbage import resume_collector
+from server.launch.hand_over import HandOver
 from server.launch.loader import Load, LoaderProcess
 from server.launch.preload import load_once
 from server.launch.runtime_dir import RuntimeDir, retry_briefly
@@ -93,7 +95,7 @@ def _start(arbiter: Any, settings: Settings, folder: RuntimeDir, notifier: Notif
     engine_listener = _listen(folder.engine_socket)
     notifier.status("loading")
     board.begin_stage(Role.MASTER, "fork loader")
-    load = Load(plan, record, resolved.device, board, settings.server.log_level)
+    load = Load(plan, record, resolved.device, settings.engine.keep_context, board, settings.server.log_level)
     loader = LoaderProcess.fork(load, close_in_child=[*arbiter.LISTENERS, engine_listener])
     board.begin_stage(Role.MASTER, "fork arbiter")
     service = Service(
@@ -108,6 +110,7 @@ def _start(arbiter: Any, settings: Settings, folder: RuntimeDir, notifier: Notif
         plan,
         record,
         loader.hand_over,
+        *HandOver.create(),
     )
     publish_service(service)
     Supervisor(arbiter, service, loader, notifier).install(arbiter)
@@ -149,6 +152,8 @@ def when_ready(arbiter: Any) -> None:
     try:
         service.board.begin_stage(Role.MASTER, "app")
         arbiter.app.callable = _within(APP_DEADLINE_S, lambda: _build_app(service))
+        arbiter.worker_class = _import_worker_class()
+        resume_collector()
         service.board.begin_stage(Role.MASTER, "fork web workers")
     except Exception as error:
         if not isinstance(error, StartupError):
@@ -161,11 +166,21 @@ def when_ready(arbiter: Any) -> None:
 
 
 def _build_app(service: Service) -> Any:
-    from server.api.app import create_app  # FastAPI and the tokenizer: not before the forks that do not need them
+    # FastAPI and the tokenizer: not before the forks that do not need them.
+    from server.api.lean_import import import_fastapi
+
+    import_fastapi()
+    from server.api.app import create_app
 
     return create_app(
         service.settings, service.resolved, service.checkpoint, service.board, str(service.folder.engine_socket)
     )
+
+
+def _import_worker_class() -> type:
+    from server.launch.web_worker import WebWorker  # uvicorn: as above
+
+    return WebWorker
 
 
 def _within(deadline_s: float, build: Callable[[], Any]) -> Any:
@@ -189,8 +204,7 @@ def post_fork(_arbiter: Any, worker: Any) -> None:
     if worker.age == 1:  # only the first one writes on the timeline
         service.board.begin_life(Role.WEB, forked_at())
         service.board.begin_stage(Role.WEB, "process")
-    service.engine_listener.close()
-    service.hand_over.close()
+    service.close_in_web_worker()
 
 
 def on_exit(_arbiter: Any) -> None:

@@ -21,8 +21,9 @@ from server.weights.record import LoadRecord
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """`hand_over` gives the memory that the loader fills by `load_plan`; model workers accept on `engine_listener`;
-    web workers on `http_listeners` (Arbiter.LISTENERS of the class is empty)."""
+    """`hand_over` gives the memory that the loader fills by `load_plan`, `pool_hand_over` the KV pool that the first
+    model worker makes on a GPU and sends by `pool_sender`. Model workers accept on `engine_listener`, web workers on
+    `http_listeners` (Arbiter.LISTENERS of the class is empty)."""
 
     settings: Settings
     resolved: ResolvedConfig
@@ -35,6 +36,15 @@ class Service:
     load_plan: LoadPlan
     load_record: LoadRecord
     hand_over: HandOver
+    pool_hand_over: HandOver
+    pool_sender: socket.socket
+
+    def close_in_web_worker(self) -> None:
+        """It only connects, and has no use for memory of a device."""
+        self.engine_listener.close()
+        self.hand_over.close()
+        self.pool_hand_over.close()
+        self.pool_sender.close()
 
 
 _current: Service | None = None

@@ -53,6 +53,7 @@ class EngineSettings(_Section, frozen=True):
     max_waiting_tokens: Annotated[int, Meta(ge=0)]
     max_boot_attempts: PositiveInt
     load_deadline_s: PositiveInt
+    keep_context: bool
     early_requests_wait_s: Annotated[float, Meta(ge=0, le=600)]
     watchdog_s: Seconds
 

@@ -8,7 +8,7 @@ from server.models.rope import inverse_frequencies
 from server.ops.cuda.buffer import Buffer
 from server.ops.cuda.driver import Driver, KernelImage, Stream
 from server.ops.cuda.operations import CudaOperations
-from server.ops.cuda.sizes import why_unsupported
+from server.ops.cuda.sizes import kv_pool_spec, why_unsupported
 from server.ops.interface import BatchLimits, Operations
 
 
@@ -21,17 +21,20 @@ def create_backend(
     driver: Driver,
     stream: Stream,
     images: Iterable[KernelImage],
+    kv_pool_address: int | None = None,
     records_steps: bool = True,
 ) -> Operations[Buffer]:
     """Operations whose work goes to `stream`; KV pool and buffers are allocated and kernels loaded here.
 
     weights: as of weights.weight_buffers; they need not hold the model yet. vocab_limit: ids from there on have no text
-    and are never sampled. images: the kernels for the driver's device. records_steps: whether it offers graphs.
+    and are never sampled. images: the kernels for the driver's device. kv_pool_address: memory of
+    kv_pool_spec's size, which is allocated if None. records_steps: whether it offers graphs.
     Raises StartupError if this backend cannot serve the model, OutOfDeviceMemory, KeyError if a kernel is missing.
     """
     reason = why_unsupported(facts)
     if reason is not None:
         raise StartupError(f"{reason}; use backend = torch")
+    pool_spec = kv_pool_spec(facts, limits)
     ops = CudaOperations(
         facts,
         weights,
@@ -41,6 +44,7 @@ def create_backend(
         driver=driver,
         stream=stream,
         images=images,
+        kv_pool=None if kv_pool_address is None else Buffer(kv_pool_address, pool_spec.shape, pool_spec.dtype),
     )
     if not records_steps:
         ops.max_graph_requests = 0

@@ -1,7 +1,7 @@
 """The operations by driver API, cuBLAS and kernels built ahead: what serves on a GPU. No torch.
 
 Sums, norms, rotations, softmax, residual and logits are in fp32; a result is rounded to the model's dtype once. Owns
-the KV pool and the activations. All work goes to one stream, and nothing is allocated in a step.
+the activations, not the weights and the KV pool. All work goes to one stream, and nothing is allocated in a step.
 """
 
 import threading
@@ -39,6 +39,7 @@ class CudaOperations:
         driver: Driver,
         stream: Stream,
         images: Iterable[KernelImage],
+        kv_pool: Buffer | None = None,
     ) -> None:
         self._facts = facts
         self.limits = limits
@@ -52,7 +53,8 @@ class CudaOperations:
         self._gate_columns = facts.intermediate_size // facts.num_mlp_blocks
         tiles_per_block = -(-self._gate_columns // GATE_TILE)
         self._gate_tiles = facts.num_mlp_blocks * tiles_per_block
-        self.kv_pool = Arena(driver, kv_pool_spec(facts, limits).num_bytes).take(kv_pool_spec(facts, limits))
+        pool_spec = kv_pool_spec(facts, limits)
+        self.kv_pool = kv_pool or Arena(driver, pool_spec.num_bytes).take(pool_spec)
         self._layer_pools = _layer_pools(self.kv_pool)
         arena = Arena(driver, arena_bytes(facts, limits))
         specs = activation_specs(facts, limits)
