@@ -1,8 +1,6 @@
 """Whole steps of the cuda backend in host memory: no farther from fp32 than the torch backend, whatever is batched."""
 
 import math
-from collections.abc import Callable
-from dataclasses import fields
 from random import Random
 
 import pytest
@@ -15,12 +13,11 @@ from server.ops.cuda.buffer import ITEM_BYTES, Buffer
 from server.ops.cuda.driver import DriverError
 from server.ops.interface import BatchLimits
 from server.runner.model_runner import ModelRunner
-from server.scheduler.plan import SlotReset, StepPlan, StepResult, TokenChunk
-from tests.ops.host_driver import HostDriver, as_tensor
+from server.scheduler.plan import SlotReset, StepPlan, TokenChunk
+from tests.ops.host_driver import HostDriver
 from tests.ops.host_kernels import host_images
+from tests.runner.cuda_poison import POISON_LIMITS, assert_rows_are_independent, no_poison, submit_mixed
 from tests.runner.cuda_steps import RecordingCudaOperations, TinyWeights, compare, run_requests, tiny_weights
-from tests.runner.poison import GOOD_SLOTS, ROWS, mixed_plan
-from tests.runner.poison import LIMITS as POISON_LIMITS
 from tests.runner.tiny_engine import EOS_ID, batch_limits
 
 VOCAB_SIZE = 96
@@ -132,52 +129,9 @@ def test_padding_rows_change_no_bit_of_a_request() -> None:
 # Rows are independent
 
 
-def poison_blocks(ops: RecordingCudaOperations) -> None:
-    """All that the good requests do not own, the scratch block included, and the stale ends of their own blocks."""
-    block_size = POISON_LIMITS.block_size
-    is_owned = torch.zeros(POISON_LIMITS.num_blocks * block_size, dtype=torch.bool)
-    for slot in GOOD_SLOTS:
-        start, _, block_ids = ROWS[slot]
-        for position in range(start):
-            is_owned[block_ids[position // block_size] * block_size + position % block_size] = True
-    pool = as_tensor(ops.kv_pool)
-    pool[:, :, ~is_owned] = float("nan")
-
-
-def poison_buffers(ops: RecordingCudaOperations) -> None:
-    for field in fields(ops._largest):
-        as_tensor(getattr(ops._largest, field.name)).fill_(float("nan"))
-
-
-def no_poison(ops: RecordingCudaOperations) -> None:
-    """What memory held before is poison already, but not what steps wrote."""
-    for field in fields(ops._largest):
-        as_tensor(getattr(ops._largest, field.name)).fill_(0)
-
-
-def submit_mixed(ops: RecordingCudaOperations, poison: Callable[[RecordingCudaOperations], None]) -> StepResult:
-    pool = as_tensor(ops.kv_pool)
-    pool.copy_(torch.randn(pool.shape, generator=torch.Generator().manual_seed(0)))
-    poison(ops)
-    return ModelRunner(SMALL.facts, ops, (EOS_ID,)).submit(mixed_plan()).wait()
-
-
 def test_poisoned_neighbours_change_no_bit() -> None:
     ops = build(SMALL, POISON_LIMITS)
-    clean, poisoned, buffers_poisoned = (
-        submit_mixed(ops, poison) for poison in (no_poison, poison_blocks, poison_buffers)
-    )
-    good_rows = [row for row, slot in enumerate(ROWS) if slot in GOOD_SLOTS]
-    logits = ops.recorded
-    assert torch.isfinite(logits[0]).all()
-    assert torch.equal(logits[1][good_rows], logits[0][good_rows])
-    assert torch.equal(logits[2], logits[0])
-    assert repr(buffers_poisoned) == repr(clean)  # NaN, which stands for a logprob not asked for, equals nothing
-    for row, slot in enumerate(ROWS):
-        assert poisoned.tokens[row].is_finite == (slot in GOOD_SLOTS)
-        assert 0 <= poisoned.tokens[row].token_id < VOCAB_SIZE
-        if slot in GOOD_SLOTS:
-            assert repr(poisoned.tokens[row]) == repr(clean.tokens[row])
+    assert_rows_are_independent(SMALL, ops)
 
 
 def test_no_kernel_reads_or_writes_beyond_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +144,7 @@ def test_no_kernel_reads_or_writes_beyond_its_buffers(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Arena, "take", take)
     driver = HostDriver()
     ops = RecordingCudaOperations(SMALL, POISON_LIMITS, driver, host_images())
-    assert all(token.is_finite for token in submit_mixed(ops, no_poison).tokens)
+    assert all(token.is_finite for token in submit_mixed(SMALL, ops, no_poison).tokens)
 
 
 # Errors
