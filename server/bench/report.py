@@ -131,7 +131,18 @@ def format_stages(run: Run, kind: str) -> str:
         last = max((row["begin_s"] for row in rows), default=0.0)
         rows = sorted((row for row in rows if last - row["begin_s"] < _ONE_RESTART_S), key=lambda row: row["begin_s"])
     header = ("process", "stage", "begin", "end", "took", "expected", "GB/s", "", "check")
-    return _table(header, [_stage_cells(row) for row in rows])
+    return "\n".join([_table(header, [_stage_cells(row) for row in rows]), _critical_sums(rows)]).rstrip()
+
+
+def _critical_sums(rows: Sequence[dict[str, Any]]) -> str:
+    """How much of the waiting is accounted for by expectations. A stage is counted whole, waits are not expected."""
+    critical = [row for row in rows if row["is_critical"] and row["expected_s"] is not None]
+    if not critical:
+        return ""
+    took_s, expected_s = (sum(row[name] for row in critical) for name in ("seconds", "expected_s"))
+    return (
+        f"stages that everyone waited for and of which a time is expected: {took_s:.3f} s, expected {expected_s:.3f} s"
+    )
 
 
 _ONE_RESTART_S = 60.0  # what began earlier belongs to another one

@@ -1,0 +1,100 @@
+"""No process of a server under test outlives its measurement."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from server.bench.server_process import BenchFailed, ServerCommand, ServerProcess, path_without_compilers
+
+FORKING_SERVER = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN if sys.argv[1] == "deaf" else signal.SIG_DFL)
+if os.fork() == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("child of", sys.argv[2], flush=True)
+time.sleep(600)
+"""
+
+
+def members(session: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, own = path.read_text().rpartition(") ")[2].split()[:4]
+        except OSError:
+            continue
+        if int(own) == session and state not in "ZX":
+            found.append(int(path.parent.name))
+    return found
+
+
+def forking(manner: str) -> ServerCommand:
+    return ServerCommand((sys.executable, "-c", FORKING_SERVER, manner, "{port}"), is_ours=False)
+
+
+def wait_for_fork(server: ServerProcess) -> None:
+    while len(members(server.pid)) < 2:
+        server.check_alive()
+
+
+def test_children_that_ignore_the_stop_are_killed() -> None:
+    with ServerProcess(forking("polite")) as server:
+        wait_for_fork(server)
+        pid = server.pid
+    assert members(pid) == []
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_after_a_failure_or_ctrl_c_nothing_is_asked_and_nothing_lives(error: type[BaseException]) -> None:
+    pids = []
+
+    def fail() -> None:
+        with ServerProcess(forking("deaf")) as server:
+            wait_for_fork(server)
+            pids.append(server.pid)
+            raise error
+
+    with pytest.raises(error):
+        fail()
+    assert members(pids[0]) == []
+
+
+def reason_of(command: ServerCommand) -> str:
+    """What is said of a server that ends by itself."""
+    with ServerProcess(command) as server:
+        os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
+        try:
+            server.check_alive()
+        except BenchFailed as failure:
+            return str(failure).replace(str(server.address[1]), "PORT")
+    raise AssertionError("it was taken for alive")
+
+
+def test_a_server_that_ends_by_itself_shows_its_last_lines() -> None:
+    command = ServerCommand((sys.executable, "-c", "import sys; sys.exit('the reason')"), is_ours=False)
+    assert reason_of(command) == "the server ended with exit code 1; its last lines:\n  the reason"
+
+
+def test_our_server_gets_a_port_and_a_folder_of_its_own_and_foreign_variables_stay_out() -> None:
+    show = "import os, sys; sys.exit(os.environ['MODEL_SERVER_OVERRIDES'] + os.environ.get('CC', 'no CC'))"
+    command = ServerCommand((sys.executable, "-c", show), overrides={"server.port": 1, "model.path": "m"})
+    text = reason_of(command.with_environ({"CC": ""}))
+    assert '"server.port": PORT' in text
+    assert '"model.path": "m"' in text
+    assert "no CC" in text
+
+
+def test_a_path_without_compilers_holds_everything_else(tmp_path: Path) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("gcc", "gcc-12", "x86_64-linux-gnu-gcc-12", "cc", "clang++-15", "python3", "accept", "gccgo.txt"):
+        (programs / name).touch()
+    clean = tmp_path / "clean"
+    clean.mkdir()
+    path = path_without_compilers(f"{programs}:{clean}:/does/not/exist", tmp_path / "links")
+    first, second = path.split(":")
+    assert {entry.name for entry in Path(first).iterdir()} == {"python3", "accept", "gccgo.txt"}
+    assert second == str(clean)
+    assert (programs / "gcc").exists()
