@@ -1,4 +1,4 @@
-"""Whole steps of the cuda backend on a GPU: held to the torch backend, independent, recordable, as large as announced."""
+"""Whole steps of the cuda backend on a GPU: held to the torch backend, independent, as large as announced."""
 
 from collections.abc import Sequence
 from pathlib import Path
