@@ -23,7 +23,7 @@ WARP_SIZE = 32
 
 @dataclass(frozen=True, slots=True)
 class CompiledKernel:
-    """A cubin, or PTX ended by a zero byte as the driver wants it, and the shared memory that a launch must ask for."""
+    """A cubin, or PTX, and the shared memory that a launch must ask for."""
 
     data: bytes
     shared_bytes: int
@@ -42,7 +42,7 @@ def compile_recipe(recipe: Recipe, arch: str) -> CompiledKernel:
         raise StartupError(f"{_title(recipe, arch)} cannot be compiled: {error}") from error
     if arch == PORTABLE_ARCH:
         text = compiled.asm["ptx"]
-        kernel, entry = CompiledKernel(text.encode() + b"\0", compiled.metadata.shared), read_ptx(text)
+        kernel, entry = CompiledKernel(text.encode(), compiled.metadata.shared), read_ptx(text)
     else:
         data = compiled.asm["cubin"]
         kernel, entry = CompiledKernel(data, compiled.metadata.shared), read_cubin(data)
