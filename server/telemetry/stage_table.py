@@ -13,7 +13,7 @@ from server.launch.board import Role
 class StageFacts:
     """`check`: what held when the stage ended, or it would not have ended. `expected_rate`: of its bytes, per second.
 
-    `waits_for`: the stage does nothing but wait until that stage of that role has ended.
+    `waits_for`: the stage does nothing but wait for what that stage of that role does, "": for all of them.
     """
 
     check: str
@@ -33,9 +33,6 @@ STAGES: dict[tuple[Role, str], StageFacts] = {
     (Role.MASTER, "port"): StageFacts("the runtime folder is locked, the port is bound", 0.005),
     (Role.MASTER, "checkpoint"): StageFacts("every shard's header fits the model's configuration", 0.01),
     (Role.MASTER, "fork loader"): StageFacts("no second thread, CUDA untouched before the fork", 0.01),
-    (Role.MASTER, "weight memory"): StageFacts(
-        "the weights' file descriptor has come", waits_for=(Role.LOADER, "allocate")
-    ),
     (Role.MASTER, "fork arbiter"): StageFacts("no second thread, CUDA untouched before the fork", 0.02),
     (Role.MASTER, "app"): StageFacts("FastAPI is imported", 0.25),
     (Role.MASTER, "tokenizer"): StageFacts("every file of the tokenizer is read and fits the model", 0.35),
@@ -59,16 +56,26 @@ STAGES: dict[tuple[Role, str], StageFacts] = {
     (Role.MODEL, "process"): _PROCESS,
     (Role.MODEL, "back-off"): StageFacts("the pause after a failed attempt is over"),
     (Role.MODEL, "vocabulary"): StageFacts("the ids that end a text are known", 0.01),
+    (Role.MODEL, "wait for memory"): StageFacts(
+        "the loader has made its context and the weights' memory", waits_for=(Role.LOADER, "allocate")
+    ),
     (Role.MODEL, "context"): StageFacts("the driver answers, the device has the memory that was planned", 0.19),
     (Role.MODEL, "libraries"): StageFacts("cuBLAS is loaded and has its handle and workspace", 0.06),
     (Role.MODEL, "kernels"): StageFacts("a built kernel for every operation, arguments as in the manifest", 0.05),
     (Role.MODEL, "pool"): StageFacts("the KV pool and all step buffers are allocated", 0.02),
+    (Role.MODEL, "pool, kernels"): StageFacts(
+        "the KV pool and all step buffers are allocated, a kernel is loaded for every operation", 0.06
+    ),
+    (Role.MODEL, "warm up"): StageFacts("a prefill and a decode ran, their graph is captured", 0.1),
     (Role.MODEL, "wait for weights"): StageFacts("every tensor is resident", waits_for=(Role.LOADER, "")),
     (Role.MODEL, "map weights"): StageFacts(
         "the weights are mapped read-only, their sums are those of the load", 0.002
     ),
-    (Role.MODEL, "first token"): StageFacts("a prefill and a decode gave finite logits and a token", 0.1),
+    (Role.MODEL, "take over"): StageFacts("what the loader had left was loaded and verified"),
+    (Role.MODEL, "load weights"): StageFacts("every byte of every tensor was read and copied", expected_rate=48e9),
+    (Role.MODEL, "first token"): StageFacts("a prefill and a decode gave finite logits and a token", 0.05),
     (Role.MODEL, "graph"): StageFacts("the decode graph of batch 1 is captured", 0.01),
+    (Role.MODEL, "engine"): StageFacts("scheduler and listener are made", 0.005),
     (Role.WEB, "fork"): _FORK,
     (Role.WEB, "process"): _PROCESS,
     (Role.WEB, "uvicorn"): StageFacts("the app has started, the port is listened to", 0.05),
@@ -97,7 +104,7 @@ CHECKLIST = (
     ChecklistItem(
         "libraries and kernels",
         3.2,
-        ((Role.MODEL, "libraries"), (Role.MODEL, "kernels")),
+        ((Role.MODEL, "libraries"), (Role.MODEL, "kernels"), (Role.MODEL, "warm up")),
         "exactly those that a prefill and a decode use; no cuDNN, which the model has no use for",
     ),
     ChecklistItem("autograd off", 0.01, (), "no step records a gradient: nothing to do at the start"),
@@ -108,6 +115,6 @@ CHECKLIST = (
         "beside everything else, in a process of their own",
     ),
     ChecklistItem("compile", 89.0, (), "nobody waits for a compiler: kernels are built before"),
-    ChecklistItem("KV pool", 0.5, ((Role.MODEL, "pool"),), "one allocation"),
+    ChecklistItem("KV pool", 0.5, ((Role.MODEL, "pool"), (Role.MODEL, "pool, kernels")), "one allocation"),
     ChecklistItem("ready", 0.1, ((Role.MODEL, "first token"), (Role.MODEL, "graph")), "a real token was generated"),
 )

@@ -250,22 +250,26 @@ class _View:
         if last.end < moment:
             return self._add(path, role, None, last.end, moment)
         name = last.stage.name.decode()
-        awaited = self._end_of(*last.facts.waits_for) if last.facts.waits_for else None
-        if awaited is not None and last.facts.waits_for and last.stage.begin < awaited < moment:
-            self._add(path, role, name, awaited, moment)
-            return last.facts.waits_for[0], awaited
+        if last.facts.waits_for:
+            # What was waited for may have come before its stage was over.
+            awaited = min(self._end_of(*last.facts.waits_for), moment)
+            if awaited > last.stage.begin:
+                if awaited < moment:
+                    self._add(path, role, name, awaited, moment)
+                return last.facts.waits_for[0], awaited
         return self._add(path, role, name, last.stage.begin, moment)
 
     def _add(self, path: list[Segment], role: Role, stage: str | None, begin: float, end: float) -> tuple[Role, float]:
         path.append(Segment(role.name.lower(), stage, self.seconds(begin), self.seconds(end)))
         return role, begin
 
-    def _end_of(self, role: Role, name: str) -> float | None:
-        """When that stage ended, "": when the role was ready. None: never."""
+    def _end_of(self, role: Role, name: str) -> float:
+        """When that stage ended, "": when the role was ready; 0.0: never."""
         if not name:
-            return self._board.start[role].ready_at or None
-        ends = [span.end for span in self._spans(self._board.start, role) if span.stage.name.decode() == name]
-        return ends[-1] if ends else None
+            return float(self._board.start[role].ready_at)
+        return max(
+            (span.end for span in self._spans(self._board.start, role) if span.stage.name.decode() == name), default=0.0
+        )
 
     def _spans(self, tracks: list[Track], role: Role) -> list[_Span]:
         stages = list(tracks[role].rows())
