@@ -116,7 +116,7 @@ def test_the_announced_memory_is_exactly_what_is_allocated(
     driver: HostDriver, stream: Stream, facts: ModelFacts, limits: BatchLimits
 ) -> None:
     weights = weight_buffers(256, weight_layout(facts))
-    create_backend(
+    ops = create_backend(
         facts,
         weights,
         limits,
@@ -129,6 +129,30 @@ def test_the_announced_memory_is_exactly_what_is_allocated(
     assert kv_pool_spec(facts, limits).num_bytes - pool_bytes in range(ALIGNMENT)
     announced = activation_bound_bytes(facts, limits) + kv_pool_spec(facts, limits).num_bytes
     assert driver.num_used_bytes == announced
+    assert isinstance(ops, CudaOperations)
+    arena = ops._largest.residual.owner
+    assert isinstance(arena, Arena)
+    assert arena.num_free_bytes == 0, "announced, but not used"
+
+
+def test_a_pool_that_others_keep_is_used_where_it_lies(driver: HostDriver, stream: Stream) -> None:
+    spec = kv_pool_spec(FACTS, LIMITS)
+    address = driver.allocate(spec.num_bytes)
+    ops = create_backend(
+        FACTS,
+        {},
+        LIMITS,
+        vocab_limit=FACTS.vocab_size,
+        driver=driver,
+        stream=stream,
+        images=host_images(),
+        kv_pool_address=address,
+        records_steps=False,
+    )
+    assert isinstance(ops, CudaOperations)
+    assert ops.kv_pool == Buffer(address, spec.shape, spec.dtype)
+    assert driver.num_used_bytes == spec.num_bytes + activation_bound_bytes(FACTS, LIMITS)
+    assert ops.max_graph_requests == 0
 
 
 def test_graphs_are_announced_by_their_number() -> None:

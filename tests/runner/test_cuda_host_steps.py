@@ -11,6 +11,7 @@ from server.engine.messages import SamplingParams
 from server.ops.cuda.arena import Arena, BufferSpec
 from server.ops.cuda.buffer import ITEM_BYTES, Buffer
 from server.ops.cuda.driver import DriverError
+from server.ops.cuda.operations import CudaOperations
 from server.ops.interface import BatchLimits
 from server.runner.model_runner import ModelRunner
 from server.scheduler.plan import SlotReset, StepPlan, TokenChunk
@@ -109,6 +110,26 @@ def test_a_replayed_step_is_the_step_itself() -> None:
     assert eager.driver.calls["begin_capture"] == 0
     assert replayed.results == expected.results
     assert all(map(torch.equal, replayed.logits, expected.logits))
+
+
+def test_a_step_is_never_waited_for_while_it_is_issued() -> None:
+    """One copy there, one back, one call for a recorded step; what is waited for is two steps old."""
+    driver = HostDriver()
+    ops = RecordingCudaOperations(SMALL, LIMITS, driver, host_images())
+    ops.fetch_tokens = lambda: CudaOperations.fetch_tokens(ops)  # type: ignore[method-assign]
+    runner = ModelRunner(SMALL.facts, ops, (EOS_ID,))
+    runner.submit(StepPlan(1, (SlotReset(0, 0, (4,), 1, GREEDY),), (TokenChunk(0, 0, 0, 1, (4,), (1,), samples=True),)))
+    for start in (1, 2):
+        before = driver.calls.copy()
+        runner.submit(StepPlan(2, (), (TokenChunk(0, 0, start, 1, (), (1,), samples=True),)))
+        calls = driver.calls - before
+    assert calls == {
+        "wait": 1,
+        "copy_to_device_async": 1,
+        "launch_graph_async": 1,
+        "copy_to_host_async": 1,
+        "record": 2,
+    }
 
 
 @pytest.mark.slow
