@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
@@ -96,7 +97,7 @@ def fp32_to_bf16(values: np.ndarray) -> np.ndarray:
 class _PatchedBuilder(interpreter.InterpreterBuilder):
     """What is done differently; its methods replace the originals'."""
 
-    def create_masked_load(self, ptrs, mask, other, cache_modifier, eviction_policy, is_volatile):
+    def create_masked_load(self, ptrs, mask, other, *_hints, **_named_hints):
         _check(ptrs, mask, write=False)
         kind = ptrs.get_element_ty()
         dtype = interpreter._get_np_dtype(kind)
@@ -104,7 +105,7 @@ class _PatchedBuilder(interpreter.InterpreterBuilder):
         filling = _undefined(ptrs.data.shape, dtype) if other is None else other.data
         return interpreter.TensorHandle(interpreter._interpreter.load(ptrs.data, mask.data, filling, dtype), kind)
 
-    def create_masked_store(self, ptrs, value, mask, cache_modifier, eviction_policy):
+    def create_masked_store(self, ptrs, value, mask, *_hints):
         _check(ptrs, mask, write=True)
         return interpreter._interpreter.store(ptrs.data, value.data, mask.data)
 
@@ -120,7 +121,7 @@ class _PatchedBuilder(interpreter.InterpreterBuilder):
         data = fp32_to_bf16(values) if dest == tl.bfloat16 else values.astype(interpreter._get_np_dtype(dst_type))
         return interpreter.TensorHandle(data, dest)
 
-    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+    def create_dot(self, a, b, d, *_precision):
         left, right = (
             bf16_to_fp32(operand.data) if operand.dtype.scalar == tl.bfloat16 else operand.data.astype(d.data.dtype)
             for operand in (a, b)
@@ -202,6 +203,55 @@ def _init_tensor(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
     _, self.shape, self.numel, _ = _shape(tuple(type.shape.values) if type.is_block() else ())
 
 
+_block_types: dict[tuple[str, tuple[int, ...]], tl.block_type] = {}
+
+
+def _block_type(element_ty: tl.dtype, sizes: tuple[int, ...]) -> tl.block_type:
+    key = (element_ty.name, sizes)
+    found = _block_types.get(key)
+    if found is None:
+        found = _block_types[key] = tl.block_type(element_ty, list(sizes))
+    return found
+
+
+def _spread(operand: tl.tensor, sizes: tuple[int, ...]) -> tl.tensor:
+    handle, element_ty = operand.handle, operand.type.scalar
+    data = np.broadcast_to(handle.data, sizes)
+    return tl.tensor(interpreter.TensorHandle(data, handle.dtype.scalar), _block_type(element_ty, sizes))
+
+
+def _broadcast_impl_value(self: TritonSemantic, lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Both operands in their common shape, by NumPy's rules, which are Triton's."""
+    left, right = (tuple(operand.type.shape.values) if operand.type.is_block() else () for operand in (lhs, rhs))
+    if left == right:
+        return lhs, rhs
+    sizes = np.broadcast_shapes(left, right) if left and right else left or right
+    return (
+        lhs if left == sizes else _spread(lhs, sizes),
+        rhs if right == sizes else _spread(rhs, sizes),
+    )
+
+
+_original_cast = TritonSemantic.cast
+
+
+def _cast(self: TritonSemantic, operand: tl.tensor, dst_ty: Any, *rounding: Any) -> tl.tensor:
+    if getattr(dst_ty, "scalar", None) is operand.type.scalar:
+        return operand
+    return _original_cast(self, operand, dst_ty, *rounding)
+
+
+def _patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    semantic = TritonSemantic(builder)
+    function = getattr(member, "__wrapped__", member)  # without the check that _semantic is given
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return function(*args, **kwargs)
+
+    scope.set_attr(owner, name, call)
+
+
 _original_np_dtype = interpreter._get_np_dtype
 _np_dtypes: dict[str, np.dtype] = {}
 
@@ -222,6 +272,9 @@ def _install() -> None:
             setattr(interpreter.InterpreterBuilder, name, member)
     interpreter._patch_lang = _patch_lang_once
     interpreter._get_np_dtype = _get_np_dtype
+    interpreter._patch_attr = _patch_attr
+    TritonSemantic.broadcast_impl_value = _broadcast_impl_value
+    TritonSemantic.cast = _cast
     tl.core.block_type.__init__ = _init_block_type
     tl.core.tensor.__init__ = _init_tensor
     # Compiled kernels do not look for overflow either; it makes each integer operation four.
