@@ -33,14 +33,13 @@ class PackedArguments:
     def __init__(self, parameters: tuple[Parameter, ...]) -> None:
         codes = [_struct_code(parameter) for parameter in parameters] + ["Q"] * NUM_SCRATCH_POINTERS
         # Native alignment ("@") is each type's own size, which is what the device wants.
-        self._layout = struct.Struct("@" + "".join(codes[: len(parameters)]))
+        self._pack_into = struct.Struct("@" + "".join(codes[: len(parameters)])).pack_into
         ends = [struct.calcsize("@" + "".join(codes[: i + 1])) for i in range(len(codes))]
         self._values = ctypes.create_string_buffer(ends[-1])  # zeros: what the scratch pointers stay
         start = ctypes.addressof(self._values)
         self.offsets = tuple(end - struct.calcsize(code) for end, code in zip(ends, codes, strict=True))
         self._pointers = (ctypes.c_void_p * len(codes))(*(start + offset for offset in self.offsets))
         self.address = ctypes.addressof(self._pointers)
-        self._pack_into = self._layout.pack_into
 
     def write(self, values: Sequence[int | float]) -> None:
         """Raises struct.error if a value does not fit its parameter, or their number is wrong."""

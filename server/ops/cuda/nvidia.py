@@ -72,14 +72,13 @@ class NvidiaDriver:
     an error names what caused it.
     """
 
-    def __init__(self, device: Any, context: Any, facts: DeviceFacts, *, sync_launches: bool) -> None:
-        self._device = device
+    def __init__(self, context: Any, device_ordinal: int, facts: DeviceFacts, *, sync_launches: bool) -> None:
         self._context = context
         self._facts = facts
         self._sync_launches = sync_launches
         self._captures: set[Stream] = set()
         self._gemms: Gemms | None = None
-        self._shareable = _shareable_properties(int(device))
+        self._shareable = _shareable_properties(device_ordinal)
 
     @classmethod
     def open(cls, device_index: int = 0, sync_launches: bool = False) -> "NvidiaDriver":
@@ -90,7 +89,7 @@ class NvidiaDriver:
         device = _find_device(device_index)
         context = _ask(cu.cuDevicePrimaryCtxRetain(device), f"cuDevicePrimaryCtxRetain of device {device_index}")
         _do(cu.cuCtxSetCurrent(context), "cuCtxSetCurrent")
-        return cls(device, context, _read_facts(device), sync_launches=sync_launches)
+        return cls(context, int(device), _read_facts(device), sync_launches=sync_launches)
 
     @property
     def facts(self) -> DeviceFacts:
