@@ -4,8 +4,8 @@ from server.launch import dirty_arbiter, master, preload
 
 _options = preload.gunicorn_options()
 
-wsgi_app = "server.launch.web_worker:app_before_when_ready"
-worker_class = "server.launch.web_worker.WebWorker"
+wsgi_app = "server.launch.stand_ins:app"  # the real ones come in when_ready
+worker_class = "server.launch.stand_ins.WebWorker"
 preload_app = True
 logger_class = "server.launch.gunicorn_logger.GunicornLogger"
 dirty_apps = ["server.engine.worker:ModelWorker:1"]

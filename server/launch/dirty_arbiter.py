@@ -12,6 +12,7 @@ from typing import Any
 from server.errors import StartupError
 from server.launch.board import Board, ExitCode, ModelState, Role
 from server.launch.fork_check import forked_at
+from server.launch.garbage import resume_collector
 from server.launch.parent_death import die_with_parent
 from server.launch.service import Service, current_service
 from server.launch.supervisor import wake_master
@@ -61,6 +62,7 @@ def _prepare(arbiter: Any, service: Service) -> None:
     from server.engine.boot import import_backend
 
     import_backend(service.resolved.backend)
+    resume_collector()
     board.begin_stage(Role.ARBITER, "gunicorn")
 
 

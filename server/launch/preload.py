@@ -12,6 +12,7 @@ from math import ceil
 
 from server.errors import StartupError
 from server.launch.board import ExitCode
+from server.launch.garbage import pause_collector
 from server.launch.runtime_dir import RuntimeDir
 from server.settings.load import load_settings
 from server.settings.resolve import runtime_dir, stop_timeouts
@@ -53,6 +54,7 @@ def load_once() -> Settings:
 
 def gunicorn_options() -> GunicornOptions:
     """Gunicorn's settings. A permanent fault ends the process with exit code 4 and one line."""
+    pause_collector()
     for signal_number in (signal.SIGTERM, signal.SIGINT):  # until Gunicorn has its own: there is nothing to drain yet
         signal.signal(signal_number, lambda *_: os._exit(ExitCode.STOPPED))
     os.environ.update(_ENVIRONMENT)

@@ -11,7 +11,6 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import uvicorn
 from uvicorn_worker import UvicornWorker
@@ -23,13 +22,8 @@ from server.launch.supervisor import wake_master
 from server.telemetry.logging import configure_logging
 
 
-async def app_before_when_ready(_scope: Any, _receive: Any, _send: Any) -> None:
-    """What Gunicorn preloads. `when_ready` puts the real app in its place before a web worker exists."""
-    raise AssertionError("the app was not built in when_ready")
-
-
 class WebWorker(UvicornWorker):
-    """Named in gunicorn.conf.py."""
+    """Gunicorn's worker class from `when_ready` on."""
 
     CONFIG_KWARGS = {  # noqa: RUF012 (uvicorn-worker's name and kind)
         "loop": "uvloop",
