@@ -40,6 +40,7 @@ DRAWN = SamplingParams(
     logprobs=True,
 )
 ALLOCATION_BYTES = 2 << 20  # the driver gives memory in pieces of this size
+CODE_BYTES = 8 << 20  # of the modules that each build loads
 
 
 class Gpu(NamedTuple):
@@ -171,7 +172,7 @@ def test_memory_is_what_was_announced(gpu: Gpu, capsys: pytest.CaptureFixture[st
         print(f"\n{num_graphs} graphs of {model.facts.num_layers} layers: {kib_each:.0f} KiB each")  # noqa: T201
     weights_bytes, pool_bytes = weight_layout(model.facts).total_bytes, kv_pool_spec(model.facts, limits).num_bytes
     announced = weights_bytes + pool_bytes + activation_bound_bytes(model.facts, limits)
-    assert before - built <= announced + 3 * ALLOCATION_BYTES
+    assert before - built <= announced + 3 * ALLOCATION_BYTES + CODE_BYTES
     assert built - after <= num_graphs * GRAPH_BYTES
 
 
