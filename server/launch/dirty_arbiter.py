@@ -11,6 +11,7 @@ from typing import Any
 
 from server.errors import StartupError
 from server.launch.board import Board, ExitCode, ModelState, Role
+from server.launch.bytecode import TORCH_SAMPLE, warn_if_compiled
 from server.launch.fork_check import forked_at
 from server.launch.garbage import resume_collector
 from server.launch.parent_death import die_with_parent
@@ -63,6 +64,7 @@ def _prepare(arbiter: Any, service: Service) -> None:
 
     import_backend(service.resolved.backend)
     resume_collector()
+    warn_if_compiled(TORCH_SAMPLE, board.started_at, "3 s")
     board.begin_stage(Role.ARBITER, "gunicorn")
 
 

@@ -18,6 +18,7 @@ from gunicorn.sock import TCP6Socket, TCPSocket
 
 from server.errors import EngineDead, StartupError
 from server.launch.board import Board, ExitCode, Role
+from server.launch.bytecode import HTTP_SAMPLE, warn_if_compiled
 from server.launch.fork_check import check_every_fork, forked_at
 from server.launch.garbage import resume_collector
 from server.launch.hand_over import HandOver
@@ -154,6 +155,7 @@ def when_ready(arbiter: Any) -> None:
         arbiter.app.callable = _within(APP_DEADLINE_S, lambda: _build_app(service))
         arbiter.worker_class = _import_worker_class()
         resume_collector()
+        warn_if_compiled(HTTP_SAMPLE, service.board.started_at, "2 s")
         service.board.begin_stage(Role.MASTER, "fork web workers")
     except Exception as error:
         if not isinstance(error, StartupError):
