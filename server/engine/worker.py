@@ -77,7 +77,7 @@ def run_engine(service: Service) -> None:
     except StartupError as error:
         _halt(board, ExitCode.PERMANENT, str(error))
     except Exception as error:
-        if board.stop:  # whoever waited for something gave up because the service ends
+        if board.stop or board.halt_code:  # whoever waited for something gave up because the service ends
             os._exit(ExitCode.STOPPED)
         if isinstance(error, DriverError):
             note_device_fault(board, error)

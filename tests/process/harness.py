@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from server.launch.board import Board, LoaderState, ModelState, Role
+from server.launch.board import Board, ModelState
 
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 60.0
@@ -132,15 +132,6 @@ class ProcessService:
             assert self.is_alive, self.log
             time.sleep(0.01)
         return self
-
-    def freeze_loader(self) -> int | None:
-        """Stop the loader after it has handed its memory over; its pid, or None if it was done before us."""
-        while self.is_alive:
-            if any(stage.name == b"allocate" and stage.end for stage in self.board().start[Role.LOADER].rows()):
-                loader = children(self.pid)[0]
-                os.kill(loader, signal.SIGSTOP)
-                return loader if self.board().loader_state == LoaderState.LOADING else None
-        return None
 
     def end(self, signal_number: int | None = None, limit_s: float = 30.0) -> Ended:
         """Send the signal to the master (None: it ends by itself) and watch everything go, for 3 s after the master."""

@@ -12,7 +12,8 @@ import pytest
 
 from server.launch.board import LoaderState, ModelState, Role
 from tests.process.conftest import StartService
-from tests.process.harness import ProcessService, TokenStream, children, has_mapped, num_threads
+from tests.process.harness import TokenStream, children, has_mapped, num_threads
+from tests.process.held_file import start_with_waiting_loader
 
 _LIBRARY = "libtorch_cpu"
 
@@ -176,35 +177,23 @@ def test_checking_the_configuration_claims_nothing(start: StartService) -> None:
 
 
 def test_a_slow_load_is_not_mistaken_for_a_hang(start: StartService, slow_model: Path) -> None:
-    service, loader = start_with_frozen_loader(start, slow_model, server__worker_timeout_s=3, engine__watchdog_s=0)
+    service, file = start_with_waiting_loader(start, slow_model, server__worker_timeout_s=3, engine__watchdog_s=0)
     service.wait_for(lambda board: board.model_state == ModelState.STARTING, "a model worker that waits")
     time.sleep(6.5)  # more than twice the limit after which a silent web or model worker is replaced
     assert service.get("/health") == 503
-    os.kill(loader, signal.SIGCONT)
+    file.close()
     service.wait_ready()
     assert "TIMEOUT" not in service.log
     assert service.board().num_engine_starts == 1
 
 
 def test_a_start_without_progress_ends_with_the_reason(start: StartService, slow_model: Path) -> None:
-    service, _ = start_with_frozen_loader(start, slow_model, engine__load_deadline_s=1)
+    service, file = start_with_waiting_loader(start, slow_model, engine__load_deadline_s=1)
     ended = service.end()
+    file.close()
     assert ended.exit_code == 3
     assert (ended.survivors, ended.files) == ((), ())
     assert "engine.load_deadline_s" in service.log
-
-
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
-def test_a_loader_that_dies_ends_the_service_with_the_reason(
-    start: StartService, slow_model: Path, signal_number: int
-) -> None:
-    service, loader = start_with_frozen_loader(start, slow_model)
-    os.kill(loader, signal_number)
-    os.kill(loader, signal.SIGCONT)
-    ended = service.end()
-    assert ended.exit_code == 3, service.log
-    assert (ended.survivors, ended.files) == ((), ())
-    assert f"the loader was killed by signal {signal_number}" in service.log
 
 
 def test_a_loader_killed_before_it_has_memory_ends_the_start(start: StartService, slow_model: Path) -> None:
@@ -217,13 +206,3 @@ def test_a_loader_killed_before_it_has_memory_ends_the_start(start: StartService
     assert (ended.survivors, ended.files) == ((), ())
     assert "the loader was killed by signal 9" in service.log
     assert "Traceback" not in service.log
-
-
-def start_with_frozen_loader(start: StartService, model: Path, **settings: object) -> tuple[ProcessService, int]:
-    """A service whose loader is stopped before it is done, and the loader's pid. It may be quicker: try again."""
-    for _ in range(10):
-        service = start(model__path=str(model), **settings)
-        if (loader := service.freeze_loader()) is not None:
-            return service, loader
-        service.kill_all()
-    raise AssertionError("the loader was always done before it could be stopped")
