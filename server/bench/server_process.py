@@ -71,7 +71,8 @@ class ServerProcess:
         environ.pop("NOTIFY_SOCKET", None)  # whoever runs this command is not the service
         if command.is_ours:
             own = {"server.host": "127.0.0.1", "server.port": port, "server.runtime_dir": str(self._folder / "run")}
-            environ[OVERRIDES_VARIABLE] = json.dumps(dict(command.overrides) | own)
+            callers = json.loads(environ.get(OVERRIDES_VARIABLE) or "{}")
+            environ[OVERRIDES_VARIABLE] = json.dumps(callers | dict(command.overrides) | own)
             if command.profile:
                 environ[PROFILE_VARIABLE] = command.profile
         return environ

@@ -125,5 +125,27 @@ def test_finished_stages_of_the_start_are_reported(board):
     assert "unfinished" not in metrics.render(board).decode()
 
 
+def test_the_whole_start_its_critical_path_and_the_last_restart_are_reported(board):
+    metrics = RequestMetrics("m")
+    board.started_at = 100.0
+    board.begin_stage(Role.MASTER, "python and gunicorn", 100.0)
+    board.start[Role.MASTER].end(100.5)
+    assert "startup_ready_seconds{" not in metrics.render(board).decode()
+    board.start[Role.MODEL].ready_at, board.web_ready_at, board.num_graphs = 101.5, 102.0, 3
+    board.begin_stage(Role.WEB, "uvicorn", 100.5)
+    board.start[Role.WEB].end(102.0)
+    board.ready_at = board.engine_beat = 101.5
+    board.note_loss()
+    board.begin_life(Role.MODEL, board.reaped_at)
+    board.restart[Role.MODEL].ready_at = 102.25
+    assert value_of(metrics, board, "model_server_startup_ready_seconds") == pytest.approx(2)
+    for role, stage, seconds in (("master", "python and gunicorn", 0.5), ("web", "uvicorn", 1.5)):
+        labels = {"role": role, "stage": stage}
+        assert value_of(metrics, board, "model_server_startup_critical_seconds", **labels) == pytest.approx(seconds)
+    assert value_of(metrics, board, "model_server_restart_seconds", role="model") == pytest.approx(0.75)
+    assert value_of(metrics, board, "model_server_graphs") == 3
+    assert "vllm:startup" not in metrics.render(board).decode()
+
+
 def test_usage_of_a_pool_that_does_not_exist_yet_is_zero(board):
     assert kv_usage(board) == 0
