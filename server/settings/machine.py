@@ -50,7 +50,7 @@ class Machine:
 
 def detect_machine(root: Path = Path("/")) -> Machine:
     """Look at this machine; `root` is another one's file system in tests and images (packages stay this Python's)."""
-    torch_folder = _package_folder("torch")
+    torch_folder = next(iter(_package_folders("torch")), None)
     return Machine(
         num_cores=min(len(os.sched_getaffinity(0)), quota_cores(root) or 1 << 30),
         memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
@@ -58,7 +58,7 @@ def detect_machine(root: Path = Path("/")) -> Machine:
         libcuda_path=find_library(_LIBCUDA, root, _linker_folders()),
         has_torch=torch_folder is not None,
         torch_has_cuda=torch_folder is not None and (torch_folder / "lib/libtorch_cuda.so").exists(),
-        has_cuda_bindings=_package_folder("cuda") is not None and find_spec("cuda.bindings") is not None,
+        has_cuda_bindings=any((folder / "bindings").is_dir() for folder in _package_folders("cuda")),
         has_cublas=all(find_library(name, root, [*_wheel_folders(), *_linker_folders()]) for name in LIBRARY_NAMES),
     )
 
@@ -83,11 +83,10 @@ def _wheel_folders() -> list[str]:
     return [f"{folder}/{below}" for folder in sys.path if folder for below in WHEEL_FOLDERS]
 
 
-def _package_folder(name: str) -> Path | None:
-    """Where a package is installed. It is not imported."""
+def _package_folders(name: str) -> list[Path]:
+    """Where a package is installed: several for a namespace, none if it is not. It is not imported."""
     spec = find_spec(name)
-    folders = list(spec.submodule_search_locations or ()) if spec else []
-    return Path(folders[0]) if folders else None
+    return [Path(folder) for folder in spec.submodule_search_locations or ()] if spec else []
 
 
 def quota_cores(root: Path) -> int | None:
