@@ -20,6 +20,7 @@ from server.scheduler.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 IDLE_POLL_S = 0.05
+PREPARE_AFTER_S = 0.1  # of idleness: whoever sends one request after the other should not wait for preparations
 
 
 class PendingStep(Protocol):
@@ -62,6 +63,7 @@ class EngineLoop:
         self._arrivals: dict[int, float] = {}  # request id -> when it came, until its first step
         self._queue_ms: dict[int, float] = {}  # request id -> its wait, until its first output
         self._in_flight: deque[PendingStep] = deque()
+        self._idle_since = time.monotonic()
 
     def run(self) -> None:
         """Loop until the board says stop. Exceptions of the runner are the caller's: the engine is dead then."""
@@ -73,8 +75,7 @@ class EngineLoop:
 
     def turn(self) -> None:
         """One iteration. At most one step is in flight while the next is scheduled and submitted."""
-        is_busy = self._scheduler.has_work or self._in_flight or self._runner.prepare()
-        self._read_messages(0.0 if is_busy else IDLE_POLL_S)
+        self._read_messages(0.0 if self._has_work() or self._prepare() else IDLE_POLL_S)
         plan = self._scheduler.schedule()
         if plan is not None:
             self._submit(plan)
@@ -84,6 +85,13 @@ class EngineLoop:
         self._peers.flush()
         self._abort_lost()
         self._write_board()
+
+    def _has_work(self) -> bool:
+        return self._scheduler.has_work or bool(self._in_flight)
+
+    def _prepare(self) -> bool:
+        """Whether a preparation was made: then the next one may follow at once, if nobody wants anything."""
+        return time.monotonic() - self._idle_since >= PREPARE_AFTER_S and self._runner.prepare()
 
     def _read_messages(self, timeout_s: float) -> None:
         for peer, message in self._peers.poll(timeout_s):
@@ -160,9 +168,12 @@ class EngineLoop:
 
     def _write_board(self) -> None:
         board, scheduler = self._board, self._scheduler
-        if not self._in_flight and not scheduler.has_work:
+        now = time.monotonic()
+        if self._has_work():
+            self._idle_since = now
+        else:
             board.num_executing = 0
-            board.engine_beat = time.monotonic()  # idle is not stalled
+            board.engine_beat = now  # idle is not stalled
         board.num_graphs = self._runner.num_graphs
         board.num_graphs_wanted = self._runner.num_graphs_wanted
         board.num_running = scheduler.num_running
