@@ -3,15 +3,14 @@
 Knows the layout and the checkpoint's offsets; reads nothing.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from server.weights.index import Checkpoint
 from server.weights.layout import WeightLayout
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """`num_bytes` from byte `file_offset` of `file` to byte `dest_offset` of the allocation."""
 
     file: Path

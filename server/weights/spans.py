@@ -4,13 +4,12 @@ Knows the layout; does not know files or how sums are computed.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from server.weights.layout import TensorSpec, WeightLayout, source_shapes
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """`num_bytes` of source tensor number `tensor` from its byte `source_offset` on, at byte `offset` of the memory."""
 
     tensor: int
