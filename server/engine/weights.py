@@ -161,6 +161,7 @@ class _Weights:
         self._board.begin_stage(Role.MODEL, "load weights")
         memory = self._store.private_memory(self._num_bytes)
         self._fill(memory, record)
+        memory.release_buffers()
         if record.sums is not None:
             self._record.store_sums(record.sums)
         return memory

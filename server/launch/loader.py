@@ -190,6 +190,7 @@ def _load(load: Load, sock: socket.socket) -> None:
     complete_load(plan, memory, load.record, on_progress, on_loaded)
     board.mark_ready(Role.LOADER)
     board.loader_state = LoaderState.LOADED
+    memory.close()  # now that nobody waits: this process may live on, and has no business there any more
 
 
 def _keep_context(board: Board, *, after_ready: bool) -> None:

@@ -109,6 +109,7 @@ class DeviceMemory:
         self._driver = driver
         self._kernels = kernels
         self._release = release
+        self._buffers: list[PinnedMemory] = []
 
     @property
     def num_threads(self) -> int:
@@ -117,7 +118,12 @@ class DeviceMemory:
 
     def make_sink(self, on_arrival: Callable[[int, Copy], None]) -> "DeviceSink":
         """For the calling thread."""
-        return DeviceSink(self._driver, self.address, on_arrival)
+        return DeviceSink(self._driver, self.address, self._buffers, on_arrival)
+
+    def release_buffers(self) -> None:
+        """About 1 ms for each of 24: not while somebody waits for the weights."""
+        while self._buffers:
+            self._driver.free_pinned(self._buffers.pop())
 
     @property
     def has_cheap_sums(self) -> bool:
@@ -136,6 +142,7 @@ class DeviceMemory:
 
     def close(self) -> None:
         """Nothing on the device may use the weights any more."""
+        self.release_buffers()
         self._release()
 
 
@@ -150,11 +157,17 @@ class _Slot:
 
 
 class DeviceSink:
-    """Two pinned buffers that take turns: one is filled while the other is copied to the device."""
+    """Two pinned buffers that take turns: one is filled while the other is copied to the device.
 
-    def __init__(self, driver: Driver, base: int, on_arrival: Callable[[int, Copy], None]) -> None:
+    They are added to `buffers`, whose owner frees them.
+    """
+
+    def __init__(
+        self, driver: Driver, base: int, buffers: list[PinnedMemory], on_arrival: Callable[[int, Copy], None]
+    ) -> None:
         self._driver = driver
         self._base = base
+        self._buffers = buffers
         self._on_arrival = on_arrival
         self._slots: list[_Slot] = []
         self._turn = 0
@@ -164,7 +177,9 @@ class DeviceSink:
     def buffer(self, chunk: Copy) -> memoryview:
         """Waits until the buffer's last chunk has arrived."""
         if self._turn == len(self._slots):  # pinned when it is needed: that takes longer than to fill it
-            self._slots.append(_Slot(self._driver.allocate_pinned(CHUNK_BYTES), self._driver.create_event()))
+            memory = self._driver.allocate_pinned(CHUNK_BYTES)
+            self._buffers.append(memory)
+            self._slots.append(_Slot(memory, self._driver.create_event()))
         slot = self._slots[self._turn]
         self._wait(slot)
         return slot.memory.view[: chunk.num_bytes]
@@ -184,11 +199,8 @@ class DeviceSink:
             self._wait(slot)
 
     def close(self) -> None:
-        """A copy may still be on its way, after a failure elsewhere."""
+        """A copy may still be on its way, after a failure elsewhere; afterwards the buffers may be freed."""
         self._driver.synchronize(self._stream)
-        for slot in self._slots:
-            self._driver.free_pinned(slot.memory)
-        self._slots.clear()
 
     def _wait(self, slot: _Slot) -> None:
         if slot.chunk is not None:

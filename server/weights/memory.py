@@ -35,7 +35,7 @@ class Sink(Protocol):
         """Wait until every submitted chunk has arrived."""
 
     def close(self) -> None:
-        """Give the buffers back. Called by the thread that made the sink, also after a failure."""
+        """Nothing is on its way any more. Called by the thread that made the sink, also after a failure."""
 
 
 class WeightMemory(Protocol):
@@ -61,6 +61,9 @@ class WritableMemory(WeightMemory, Protocol):
 
     def make_sink(self, on_arrival: Callable[[int, Copy], None]) -> Sink:
         """For one thread, which is the one that calls; `on_arrival` gets number and chunk."""
+
+    def release_buffers(self) -> None:
+        """No sink is in use: give back what they needed."""
 
 
 class WeightStore(Protocol):
@@ -153,6 +156,9 @@ class HostMemory:
     def make_sink(self, on_arrival: Callable[[int, Copy], None]) -> "HostSink":
         """Reads straight into the memory."""
         return HostSink(self.view, on_arrival)
+
+    def release_buffers(self) -> None:
+        """There are none."""
 
     @property
     def has_cheap_sums(self) -> bool:
