@@ -54,13 +54,16 @@ def _environ(folder: Path, forbidden: tuple[str, ...]) -> dict[str, str]:
 
 def _packages_by_role(service: ProcessService, log: Path) -> dict[str, set[str]]:
     """Installed packages outside the standard library that each role, or an ancestor before its fork, imported."""
-    loaded: defaultdict[int, set[str]] = defaultdict(set)
+    loaded: defaultdict[str, set[str]] = defaultdict(set)
+    at_fork: dict[tuple[str, str], set[str]] = {}
     for line in log.read_text().splitlines():
-        pid, what, argument = line.split()
-        if what == "fork":
-            loaded[int(pid)] = set(loaded[int(argument)])
+        pid, what, *arguments = line.split()
+        if what == "import":
+            loaded[pid].add(arguments[0].partition(".")[0])
+        elif what == "fork":
+            at_fork[pid, arguments[0]] = set(loaded[pid])
         else:
-            loaded[int(pid)].add(argument.partition(".")[0])
+            loaded[pid] |= at_fork[arguments[0], arguments[1]]
     board = service.board()
     pids = {
         "master": service.pid,
@@ -69,7 +72,7 @@ def _packages_by_role(service: ProcessService, log: Path) -> dict[str, set[str]]
         "model": board.model_pid,
         "web": service.web_workers()[0],
     }
-    return {role: {name for name in loaded[pid] if _is_package(name)} for role, pid in pids.items()}
+    return {role: {name for name in loaded[str(pid)] if _is_package(name)} for role, pid in pids.items()}
 
 
 def _newcomers(found: dict[str, set[str]], allowed: dict[str, set[str]]) -> dict[str, set[str]]:

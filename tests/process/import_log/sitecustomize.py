@@ -1,7 +1,8 @@
 """Python runs this at the start of a process with this folder on PYTHONPATH: who imported what, and who forked whom.
 
-A line for each: `PID import NAME` and `PID fork PARENT`, appended to the file IMPORT_LOG. Packages named in
-FORBIDDEN_IMPORTS (comma-separated) cannot be imported.
+A line for each, appended to the file IMPORT_LOG: `PID import NAME`; `PID fork NUMBER`, said by the parent before its
+fork of that number; `PID born PARENT NUMBER`, said by the child as soon as it runs. Packages named in FORBIDDEN_IMPORTS
+(comma-separated) cannot be imported.
 """
 
 import os
@@ -11,13 +12,26 @@ _log = os.open(os.environ["IMPORT_LOG"], os.O_WRONLY | os.O_APPEND | os.O_CREAT,
 _forbidden = frozenset(filter(None, os.environ.get("FORBIDDEN_IMPORTS", "").split(",")))
 
 
+_num_forks = 0
+
+
+def _write(line: str) -> None:
+    os.write(_log, f"{os.getpid()} {line}\n".encode())
+
+
 def _on_event(event: str, arguments: tuple[object, ...]) -> None:
     if event == "import":  # a module that is not loaded yet, whoever finds it
         name = str(arguments[0])
         if name.partition(".")[0] in _forbidden:
             raise ImportError(f"{name} must not be imported here")
-        os.write(_log, f"{os.getpid()} import {name}\n".encode())
+        _write(f"import {name}")
+
+
+def _before_fork() -> None:
+    global _num_forks
+    _num_forks += 1
+    _write(f"fork {_num_forks}")
 
 
 sys.addaudithook(_on_event)
-os.register_at_fork(after_in_child=lambda: os.write(_log, f"{os.getpid()} fork {os.getppid()}\n".encode()))
+os.register_at_fork(before=_before_fork, after_in_child=lambda: _write(f"born {os.getppid()} {_num_forks}"))
