@@ -39,6 +39,8 @@ def import_backend(backend: str) -> None:
     """Import what the backend needs, in the arbiter, so that every model worker finds it done. Touches no device."""
     if backend == "cuda":
         import server.engine.on_cuda
+
+        server.engine.on_cuda.load_libraries()
     else:
         import server.engine.on_torch  # noqa: F401
 
