@@ -42,7 +42,7 @@ def import_backend(backend: str) -> None:
 
         server.engine.on_cuda.load_libraries()
     else:
-        import server.engine.on_torch  # noqa: F401
+        import server.engine.on_torch
 
 
 def build_engine(service: Service) -> EngineLoop:

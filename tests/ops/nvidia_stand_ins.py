@@ -50,6 +50,7 @@ class StandInCuda:
         self.is_capturing = True
         self._handles = itertools.count(0x1000)
         self._blocks: dict[int, Any] = {}
+        self.registered: set[int] = set()
 
     def names(self) -> list[str]:
         """What was called, in order."""
@@ -96,6 +97,12 @@ class StandInCuda:
 
     def do_cuMemFreeHost(self, address: int) -> None:
         del self._blocks[address]
+
+    def do_cuMemHostRegister(self, address: int, num_bytes: int, flags: int) -> None:
+        self.registered.add(address)
+
+    def do_cuMemHostUnregister(self, address: int) -> None:
+        self.registered.remove(address)
 
     def do_cuMemExportToShareableHandle(self, handle: Any, kind: Any, flags: int) -> int:
         assert kind == real.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR

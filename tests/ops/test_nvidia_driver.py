@@ -172,6 +172,24 @@ def test_bytes_travel(driver: NvidiaDriver, stream: Stream) -> None:
     driver.free_pinned(pinned)
 
 
+def test_large_pinned_memory_is_in_huge_pages_that_are_registered(driver: NvidiaDriver, cuda: StandInCuda) -> None:
+    pinned = driver.allocate_pinned(3 << 20)
+    assert pinned.address % (2 << 20) == 0
+    assert cuda.registered == {pinned.address}
+    pinned.view[:] = bytes(range(256)) * (3 << 12)
+    assert ctypes.string_at(pinned.address + 512, 256) == bytes(range(256))
+    driver.free_pinned(pinned)
+    assert not cuda.registered
+
+
+def test_what_cannot_be_registered_comes_from_the_driver(driver: NvidiaDriver, cuda: StandInCuda) -> None:
+    cuda.failures = {"cuMemHostRegister": real.CUresult.CUDA_ERROR_NOT_SUPPORTED}
+    pinned = driver.allocate_pinned(3 << 20)
+    pinned.view[-1] = 1
+    driver.free_pinned(pinned)
+    assert not cuda.registered
+
+
 def test_a_full_device_raises_its_own_error(driver: NvidiaDriver, cuda: StandInCuda) -> None:
     cuda.failures = dict.fromkeys(("cuMemAlloc", "cuMemCreate"), real.CUresult.CUDA_ERROR_OUT_OF_MEMORY)
     with pytest.raises(OutOfDeviceMemory, match="of 77 bytes: CUDA_ERROR_OUT_OF_MEMORY"):
