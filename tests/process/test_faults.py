@@ -15,9 +15,9 @@ from tests.process.harness import ProcessService, TokenStream, children
 NUM_TOKENS = 500
 
 
-def undisturbed(service: ProcessService, prompts: list[str]) -> list[list[int]]:
+def undisturbed(service: ProcessService, prompts: list[str], num_tokens: int = NUM_TOKENS) -> list[list[int]]:
     """What streams of `prompts` must say."""
-    streams = [TokenStream(service, NUM_TOKENS, prompt).start() for prompt in prompts]
+    streams = [TokenStream(service, num_tokens, prompt).start() for prompt in prompts]
     return [stream.finish().token_ids for stream in streams]
 
 
@@ -45,6 +45,21 @@ def test_streams_go_on_where_they_were_when_the_model_worker_dies(start: StartSe
     board = service.board()
     assert board.num_arbiter_starts == 1
     assert board.num_bad_forks == 0
+
+
+def test_streams_survive_fifty_deaths_of_the_model_worker(start: StartService) -> None:
+    """Kills from outside count for nothing: each life gives some tokens, and the text is the undisturbed one."""
+    service = start().wait_ready()
+    (expected,) = undisturbed(service, ["the sea"], num_tokens=1500)
+    stream = TokenStream(service, 1500, "the sea").start()
+    for engine_number in range(2, 52):
+        stream.wait_for_tokens(len(stream.token_ids) + 20)
+        os.kill(service.board().model_pid, signal.SIGKILL)
+        wait_engine(service, engine_number)
+    assert stream.finish().is_complete, stream
+    assert stream.token_ids == expected
+    board = service.board()
+    assert (board.num_engine_starts, board.num_arbiter_starts, board.halt_code) == (51, 1, 0)
 
 
 def test_streams_survive_the_death_of_the_dirty_arbiter(start: StartService) -> None:
