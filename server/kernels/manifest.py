@@ -85,6 +85,11 @@ class Manifest:
         Raises StartupError if there are none, or if a file is missing or cut off.
         """
         chosen = self._choose(arch)
+        if chosen is None and capability_of(arch) < MIN_CAPABILITY:
+            raise StartupError(
+                f"the kernels of the cuda backend need a GPU of compute capability {MIN_CAPABILITY / 10:.1f} or more, "
+                f'this one is {arch}; set engine.backend = "torch"'
+            )
         if chosen is None:
             raise StartupError(
                 f"{self.folder / MANIFEST_FILE} has kernels for {', '.join(self.archs) or 'nothing'}, "

@@ -37,7 +37,7 @@ STAGES: dict[tuple[Role, str], StageFacts] = {
     (Role.MASTER, "app"): StageFacts("FastAPI is imported", 0.25),
     (Role.MASTER, "tokenizer"): StageFacts("every file of the tokenizer is read and fits the model", 0.35),
     (Role.MASTER, "routes"): StageFacts("every route is registered", 0.03),
-    (Role.MASTER, "fork web workers"): StageFacts("no second thread, CUDA untouched before the fork", 0.02),
+    (Role.MASTER, "fork web workers"): StageFacts("no second thread, CUDA untouched before the fork", 0.2),
     (Role.LOADER, "fork"): _FORK,
     (Role.LOADER, "context"): StageFacts("the driver answers, the device is named", 0.23),
     (Role.LOADER, "allocate"): StageFacts("memory for every tensor is there and handed over", 0.02),
@@ -47,7 +47,7 @@ STAGES: dict[tuple[Role, str], StageFacts] = {
     (Role.ARBITER, "respawn"): _RESPAWN,
     (Role.ARBITER, "fork"): _FORK,
     (Role.ARBITER, "process"): _PROCESS,
-    (Role.ARBITER, "imports"): StageFacts("the engine and its backend are imported, no device touched", 0.05),
+    (Role.ARBITER, "imports"): StageFacts("the engine, its backend and cuBLAS are imported, no device touched", 0.1),
     (Role.ARBITER, "gunicorn"): StageFacts("the loop that reaps and forks runs", 0.02),
     (Role.ARBITER, "fork model worker"): StageFacts("no second thread, CUDA untouched before the fork", 0.02),
     (Role.MODEL, "dying"): _DYING,
@@ -55,25 +55,25 @@ STAGES: dict[tuple[Role, str], StageFacts] = {
     (Role.MODEL, "fork"): _FORK,
     (Role.MODEL, "process"): _PROCESS,
     (Role.MODEL, "back-off"): StageFacts("the pause after a failed attempt is over"),
-    (Role.MODEL, "vocabulary"): StageFacts("the ids that end a text are known", 0.01),
+    (Role.MODEL, "vocabulary"): StageFacts("the ids that end a text are known", 0.07),
     (Role.MODEL, "wait for memory"): StageFacts(
         "the loader has made its context and the weights' memory", waits_for=(Role.LOADER, "allocate")
     ),
     (Role.MODEL, "context"): StageFacts("the driver answers, the device has the memory that was planned", 0.19),
-    (Role.MODEL, "libraries"): StageFacts("cuBLAS is loaded and has its handle and workspace", 0.06),
+    (Role.MODEL, "libraries"): StageFacts("cuBLAS is loaded and has its handle and workspace", 0.02),
     (Role.MODEL, "kernels"): StageFacts("a built kernel for every operation, arguments as in the manifest", 0.05),
     (Role.MODEL, "pool"): StageFacts("the KV pool and all step buffers are allocated", 0.02),
     (Role.MODEL, "pool, kernels"): StageFacts(
         "the KV pool and all step buffers are allocated, a kernel is loaded for every operation", 0.06
     ),
-    (Role.MODEL, "warm up"): StageFacts("a prefill and a decode ran, their graph is captured", 0.1),
+    (Role.MODEL, "warm up"): StageFacts("a prefill and a decode ran, their graph is captured", 0.18),
     (Role.MODEL, "wait for weights"): StageFacts("every tensor is resident", waits_for=(Role.LOADER, "")),
     (Role.MODEL, "map weights"): StageFacts(
         "the weights are mapped read-only, their sums are those of the load", 0.002
     ),
     (Role.MODEL, "take over"): StageFacts("what the loader had left was loaded and verified"),
     (Role.MODEL, "load weights"): StageFacts("every byte of every tensor was read and copied", expected_rate=48e9),
-    (Role.MODEL, "first token"): StageFacts("a prefill and a decode gave finite logits and a token", 0.05),
+    (Role.MODEL, "first token"): StageFacts("a prefill and a decode gave finite logits and a token", 0.02),
     (Role.MODEL, "graph"): StageFacts("the decode graph of batch 1 is captured", 0.01),
     (Role.MODEL, "engine"): StageFacts("scheduler and listener are made", 0.005),
     (Role.WEB, "fork"): _FORK,
