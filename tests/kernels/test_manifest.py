@@ -1,5 +1,6 @@
 """The manifest: what a device is given, what covers a model, and each way in which a folder of kernels can be wrong."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
