@@ -1,4 +1,7 @@
-"""A server under test: started in a session and a runtime folder of its own, watched from outside, and always ended."""
+"""A server under test: started in a session and a runtime folder of its own, watched from outside, and always ended.
+
+Also with a bench that is killed: the kernel ends the process that was started, and ours takes its children with it.
+"""
 
 import contextlib
 import json
@@ -11,12 +14,14 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
 
 from server.bench.http import Address
 from server.errors import ServerError
+from server.launch.parent_death import die_with_parent
 from server.settings.load import OVERRIDES_VARIABLE, PROFILE_VARIABLE
 
 _STOP_LIMIT_S = 15.0
@@ -63,7 +68,7 @@ class ServerProcess:
             self.started_at = time.monotonic()
             self._process = subprocess.Popen(  # noqa: S603 (what the caller asked to measure)
                 arguments, cwd=command.folder, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True,
+                start_new_session=True, preexec_fn=partial(die_with_parent, os.getpid()),
             )  # fmt: skip
 
     def _environment(self, command: ServerCommand, port: int) -> dict[str, str]:

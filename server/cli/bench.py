@@ -47,9 +47,12 @@ def bench_startup(
     else:
         tested, model = _our_command(profile, overrides, assignments)
         folder = files or model
+    if json_file is not None and not json_file.parent.is_dir():
+        raise StartupError(f"--json {json_file}: there is no folder {json_file.parent}")
     plan = Plan(tested, _files_of(folder), path, _parse_body(body), num_runs, num_streams)
     runs: list[Run] = []
     failures: dict[str, str] = {}
+    unwritten = ""
     for kind in kinds:
         try:
             for run in measure(plan, kind):
@@ -60,10 +63,21 @@ def bench_startup(
             print(f"{kind}: {error}", flush=True)
         report = make_report(runs, failures, command or f"model-server, profile {profile or 'demo'}, {folder}")
         if json_file is not None:  # after each kind: what was measured is not lost with the next one
-            json_file.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+            unwritten = _write(json_file, msgspec.json.format(msgspec.json.encode(report), indent=1))
     print("\n" + format_report(report))
+    if unwritten:
+        raise BenchFailed(unwritten)
     if failures:
         sys.exit(EXIT_FAILED)
+
+
+def _write(file: Path, data: bytes) -> str:
+    """Why it cannot be written; "" if it was. What was measured is shown all the same."""
+    try:
+        file.write_bytes(data)
+    except OSError as error:
+        return f"--json {file}: {error.strerror}"
+    return ""
 
 
 def _kinds(what: str, is_foreign: bool) -> list[str]:

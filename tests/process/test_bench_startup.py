@@ -95,7 +95,7 @@ def test_another_server_is_measured_in_the_same_way_also_cold(tmp_path: Path) ->
         assert run["startup"] is None
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_bench_that_is_stopped_takes_its_server_with_it(tiny_model: Path, signal_number: int) -> None:
     command = bench("--profile", "test", "--model", str(tiny_model), "--what", "warm")
     # A shell that runs tests in the background may have had SIGINT ignored.
@@ -111,6 +111,25 @@ def test_a_bench_that_is_stopped_takes_its_server_with_it(tiny_model: Path, sign
     deadline = time.monotonic() + 3
     while living := [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if is_member(pid, servers[0])]:
         assert time.monotonic() < deadline, living
+
+
+def test_a_report_that_cannot_be_written_is_shown_all_the_same(tiny_model: Path) -> None:
+    arguments = (
+        "--profile",
+        "test",
+        "--model",
+        str(tiny_model),
+        "--what",
+        "warm",
+        "--runs",
+        "1",
+        "--json",
+        "/dev/full",
+    )
+    result = subprocess.run(bench(*arguments), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 4
+    assert "everyone waited for it" in result.stdout
+    assert result.stderr == "model-server: --json /dev/full: No space left on device\n"
 
 
 def is_member(pid: int, session: int) -> bool:
@@ -129,6 +148,7 @@ def is_member(pid: int, session: int) -> bool:
         (["--command", "x", "--what", "warm"], "--files is needed"),
         (["--body", "[]"], "must be a JSON object"),
         (["--set", "nonsense"], "SECTION.FIELD=VALUE"),
+        (["--json", "/nowhere/report.json"], "there is no folder /nowhere"),
     ],
 )
 def test_arguments_without_sense_are_refused_in_one_line(arguments: list[str], reason: str) -> None:
