@@ -231,7 +231,7 @@ class Board(ctypes.Structure):
         return track
 
     def begin_stage(self, role: Role, name: str, at: float = 0.0) -> Stage | None:
-        """End the role's running stage and begin the next; None when its start is over or its rows are used up."""
+        """End the role's running stage and begin the next; None when its start is over."""
         return self.track(role).begin(role.name.lower(), name, at)
 
     @contextlib.contextmanager

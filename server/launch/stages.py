@@ -47,12 +47,15 @@ class Track(ctypes.Structure):
     ]
 
     def begin(self, role: str, name: str, at: float = 0.0) -> Stage | None:
-        """End the running stage and begin another, now or `at`; None if the role is ready or has no row left."""
+        """End the running stage and begin another, now or `at`; None if the role is ready.
+
+        With all rows in use the last one is written again: it always says what runs now.
+        """
         at = at or time.monotonic()
         self.end(at)
-        index = self.num_stages
-        if self.ready_at or index >= MAX_STAGES:
+        if self.ready_at:
             return None
+        index = self.num_stages = min(self.num_stages, MAX_STAGES - 1)
         stage: Stage = self.stages[index]
         stage.role, stage.name, stage.pid = role.encode(), name.encode()[:31], os.getpid()
         stage.begin, stage.end, stage.num_bytes = at, 0.0, 0

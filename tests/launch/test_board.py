@@ -3,6 +3,7 @@ import sys
 
 from server.launch.board import Board, ExitCode, Role, StopMode
 from server.launch.stages import MAX_STAGES
+from server.telemetry.timeline import running_stages
 
 FORK_ROLES = """
 import os
@@ -32,11 +33,17 @@ def test_roles_that_write_the_timeline_at_once_lose_no_row() -> None:
     assert int(output) == len(Role) * MAX_STAGES
 
 
-def test_a_role_that_has_used_up_its_rows_gets_none_and_disturbs_nobody() -> None:
+def test_a_role_that_has_used_up_its_rows_says_what_runs_now_and_disturbs_nobody() -> None:
     board = Board.create()
     for _ in range(MAX_STAGES):
         assert board.begin_stage(Role.MODEL, "again") is not None
-    assert board.begin_stage(Role.MODEL, "too many") is None
+    board.track(Role.MODEL).stages[MAX_STAGES - 1].pid = 1  # the process of the last row has died
+    for name in ("too many", "wait for weights"):
+        assert board.begin_stage(Role.MODEL, name) is not None
+    assert running_stages(board) == ["model wait for weights for 0 s"]
+    board.mark_ready(Role.MODEL)
+    assert running_stages(board) == []
+    assert names(board, Role.MODEL)[-2:] == ["again", "wait for weights"]
     assert board.begin_stage(Role.WEB, "first") is not None
 
 
