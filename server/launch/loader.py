@@ -91,11 +91,11 @@ class LoaderProcess:
         if board.loader_state == LoaderState.CANNOT_SHARE or self._load.record.is_complete or board.stop:
             return
         reason = f"the loader {_describe_status(status)} before it had finished"
+        board.note_loader_failure(reason)
         if (fd := self.hand_over.copy_memory()) is None:
-            board.halt(ExitCode.ENGINE_FAILED, reason)
+            board.halt(ExitCode.ENGINE_FAILED, board.loader_failure.decode(errors="replace"))  # its own words, if any
             return
         os.close(fd)
-        board.note_loader_failure(reason)
         logger.warning("%s: the model worker loads the rest", reason)
 
 

@@ -157,6 +157,12 @@ def test_an_early_end_ends_the_service_only_if_there_is_no_memory(process: Proce
     assert reason == b"the loader was killed by signal 9 before it had finished"
 
 
+def test_what_a_loader_said_itself_is_the_reason_of_the_end(process: Process) -> None:
+    process.board.note_loader_failure("the loader was killed after 2.6 s of silence")
+    LoaderProcess(ended_child(signal.SIGKILL), process.hand_over, process.load).take_status()
+    assert process.board.halt_reason == b"the loader was killed after 2.6 s of silence"
+
+
 def test_an_end_after_the_work_is_no_failure(process: Process) -> None:
     process.load.record.mark_complete()
     child = LoaderProcess(ended_child(signal.SIGKILL), process.hand_over, process.load)
