@@ -86,8 +86,8 @@ class ProcessService:
 
     def web_workers(self) -> list[int]:
         """Children of the master that are neither arbiter nor loader."""
-        arbiter = self.board().arbiter_pid
-        return [pid for pid in children(self.pid) if pid != arbiter]
+        board = self.board()
+        return [pid for pid in children(self.pid) if pid not in (board.arbiter_pid, board.loader_pid)]
 
     def address(self) -> tuple[str, int] | None:
         """Where it listens, once it does."""
