@@ -64,7 +64,7 @@ def _prepare(arbiter: Any, service: Service) -> None:
 
     import_backend(service.resolved.backend)
     resume_collector()
-    warn_if_compiled(TORCH_SAMPLE, board.started_at, "3 s")
+    warn_if_compiled(TORCH_SAMPLE, "3 s")
     board.begin_stage(Role.ARBITER, "gunicorn")
 
 

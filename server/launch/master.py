@@ -155,7 +155,7 @@ def when_ready(arbiter: Any) -> None:
         arbiter.app.callable = _within(APP_DEADLINE_S, lambda: _build_app(service))
         arbiter.worker_class = _import_worker_class()
         resume_collector()
-        warn_if_compiled(HTTP_SAMPLE, service.board.started_at, "2 s")
+        warn_if_compiled(HTTP_SAMPLE, "2 s")
         service.board.begin_stage(Role.MASTER, "fork web workers")
     except Exception as error:
         if not isinstance(error, StartupError):

@@ -2,12 +2,14 @@
 
 import importlib
 import logging
+import os
 import sys
 import time
 
 import pytest
 
 from server.launch.bytecode import warn_if_compiled
+from server.launch.stages import IMPORTED_AT
 
 _NAME = "compiled_or_not"
 
@@ -26,10 +28,10 @@ def module(tmp_path, monkeypatch):
     return load
 
 
-def warnings(caplog, started_at):
+def warnings(caplog, since):
     caplog.clear()
     with caplog.at_level(logging.WARNING, "server.launch"):
-        warn_if_compiled([_NAME, "sys", "not.loaded"], started_at, "2 s")
+        warn_if_compiled([_NAME, "sys", "not.loaded"], "2 s", since)
     return caplog.messages
 
 
@@ -46,3 +48,14 @@ def test_only_the_first_start_compiles(module, caplog):
     (message,) = warnings(caplog, before)
     assert f"compiled {_NAME} at this start, which cost 2 s" in message
     assert warnings(caplog, time.monotonic() + 1) == []  # a later process
+
+
+def test_what_a_shell_compiled_before_it_became_this_process_was_not_compiled_by_the_start(module, caplog):
+    cached = module(writes_bytecode=True).__spec__.cached
+    imported_at = time.time() - time.monotonic() + IMPORTED_AT
+    for seconds, expected in ((-1, 0), (1, 1)):
+        os.utime(cached, (imported_at + seconds, imported_at + seconds))
+        with caplog.at_level(logging.WARNING, "server.launch"):
+            caplog.clear()
+            warn_if_compiled([_NAME], "2 s")
+        assert len(caplog.messages) == expected
