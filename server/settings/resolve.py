@@ -26,8 +26,8 @@ _CPU_POOL_MIB = 256
 _KERNEL_DTYPES = ("bfloat16", "float16")
 _KERNEL_MAX_GROUP_SIZE = 8  # query heads per KV head
 _KERNEL_SIZE_MULTIPLE = 8  # of hidden_size and intermediate_size: rows stay aligned to 16 bytes
-_INSTALL_CUDA = "pip install 'model-server[cuda]'"
-_INSTALL_TORCH = "pip install 'model-server[torch]'"
+_INSTALL_CUDA = "install the extra cuda (in a clone: scripts/environment cuda build torch)"
+_INSTALL_TORCH = "install the extra torch (in a clone: scripts/environment torch)"
 logger = logging.getLogger(__name__)
 
 
@@ -149,7 +149,7 @@ def _resolve_backend(
     obstacle = _cuda_obstacle(facts, machine, device, kernels_folder)
     if wish == "cuda":
         if obstacle:
-            raise StartupError(f'engine.backend is "cuda", but {obstacle}; or use "torch"')
+            raise StartupError(f'engine.backend is "cuda", but {obstacle}; "auto" and "torch" do without')
         return "cuda"
     if obstacle:
         return _log_choice("engine.backend", _torch_on(machine, device, obstacle), obstacle)
@@ -175,14 +175,17 @@ def _cuda_obstacle(facts: ModelFacts, machine: Machine, device: Device, kernels_
     That is known to the first CUDA call only, which a child makes.
     """
     if device == "cpu":
-        return "it computes on a GPU only (engine.device, or there is none)"
+        return "the device is the CPU, and the cuda backend computes on GPUs"
     if facts.dtype not in _KERNEL_DTYPES:
-        return f"its kernels are for {' and '.join(_KERNEL_DTYPES)}, the checkpoint is in {facts.dtype} (convert it)"
+        kernel_dtypes = " and ".join(_KERNEL_DTYPES)
+        return f"the cuda backend's kernels are for {kernel_dtypes}, the checkpoint is in {facts.dtype} (convert it)"
     if facts.group_size > _KERNEL_MAX_GROUP_SIZE:
-        return f"its kernels take {_KERNEL_MAX_GROUP_SIZE} query heads per KV head, the model has {facts.group_size}"
+        most = f"{_KERNEL_MAX_GROUP_SIZE} query heads per KV head"
+        return f"the cuda backend's kernels take {most}, the model has {facts.group_size}"
     for name, size in (("hidden_size", facts.hidden_size), ("intermediate_size", facts.intermediate_size)):
         if size % _KERNEL_SIZE_MULTIPLE:
-            return f"its kernels want a {name} that is a multiple of {_KERNEL_SIZE_MULTIPLE}, the model has {size}"
+            wanted = f"a {name} that is a multiple of {_KERNEL_SIZE_MULTIPLE}"
+            return f"the cuda backend's kernels want {wanted}, the model has {size}"
     if not machine.has_cublas:
         return f"cuBLAS 13 is not installed: {_INSTALL_CUDA}"
     manifest = read_manifest(kernels_folder)

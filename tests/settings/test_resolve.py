@@ -97,8 +97,8 @@ def test_cuda_backend_needs_no_torch(kernels):
         ({}, {"dtype": "float16"}, "head_dim 64 in float16"),
         ({}, {"num_heads": 18, "num_kv_heads": 2}, "8 query heads per KV head, the model has 9"),
         ({}, {"intermediate_size": 100}, "intermediate_size that is a multiple of 8, the model has 100"),
-        ({"has_cublas": False}, {}, "cuBLAS 13 is not installed: pip install"),
-        ({"num_gpus": 0}, {}, "it computes on a GPU only"),
+        ({"has_cublas": False}, {}, "cuBLAS 13 is not installed: install the extra cuda"),
+        ({"num_gpus": 0}, {}, "the device is the CPU"),
     ],
 )
 def test_what_the_cuda_backend_lacks_is_named(kernels, caplog, machine, facts, reason):
@@ -110,7 +110,7 @@ def test_what_the_cuda_backend_lacks_is_named(kernels, caplog, machine, facts, r
         resolved(box, model, kernels, engine__backend="cuda")
     assert reason in str(refusal.value)
     assert '"cuda"' in str(refusal.value)
-    with pytest.raises(StartupError, match="PyTorch, which is not installed: pip install") as refusal:
+    with pytest.raises(StartupError, match="PyTorch, which is not installed: install the extra torch") as refusal:
         resolved(dataclasses.replace(box, has_torch=False), model, kernels)
     assert reason in str(refusal.value)
 
@@ -156,9 +156,9 @@ def test_step_has_room_for_a_token_of_every_request():
         (
             GPU_BOX,
             {"engine__backend": "cuda"},
-            'engine.backend is "cuda", but its kernels are for bfloat16 and float16',
+            'engine.backend is "cuda", but the cuda backend\'s kernels are for bfloat16 and float16',
         ),
-        (LAPTOP, {"engine__backend": "cuda"}, "it computes on a GPU only"),
+        (LAPTOP, {"engine__backend": "cuda"}, "the device is the CPU"),
         (dataclasses.replace(GPU_BOX, has_cuda_bindings=False), {}, "package cuda-bindings, which is not installed"),
         (dataclasses.replace(GPU_BOX, torch_has_cuda=False), {}, "found one for CPUs only"),
         (dataclasses.replace(GPU_BOX, torch_has_cuda=False), {"engine__backend": "torch"}, "found one for CPUs only"),
