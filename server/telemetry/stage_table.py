@@ -42,7 +42,7 @@ STAGES: dict[tuple[Role, str], StageFacts] = {
     (Role.LOADER, "context"): StageFacts("the driver answers, the device is named", 0.23),
     (Role.LOADER, "allocate"): StageFacts("memory for every tensor is there and handed over", 0.02),
     (Role.LOADER, "weights"): StageFacts("every byte of every tensor was read and copied", expected_rate=48e9),
-    (Role.LOADER, "checksum"): StageFacts("each tensor's sum on the device is the expected one", 0.02),
+    (Role.LOADER, "checksum"): StageFacts("no tensor differs from the checksum expected of it, if one is", 0.02),
     (Role.ARBITER, "dying"): _DYING,
     (Role.ARBITER, "respawn"): _RESPAWN,
     (Role.ARBITER, "fork"): _FORK,
@@ -59,7 +59,7 @@ STAGES: dict[tuple[Role, str], StageFacts] = {
     (Role.MODEL, "wait for memory"): StageFacts(
         "the loader has made its context and the weights' memory", waits_for=(Role.LOADER, "allocate")
     ),
-    (Role.MODEL, "context"): StageFacts("the driver answers, the device has the memory that was planned", 0.19),
+    (Role.MODEL, "context"): StageFacts("the device answers and has the memory that was planned", 0.19),
     (Role.MODEL, "libraries"): StageFacts("cuBLAS is loaded and has its handle and workspace", 0.02),
     (Role.MODEL, "kernels"): StageFacts("a built kernel for every operation, arguments as in the manifest", 0.05),
     (Role.MODEL, "pool"): StageFacts("the KV pool and all step buffers are allocated", 0.02),
@@ -69,7 +69,7 @@ STAGES: dict[tuple[Role, str], StageFacts] = {
     (Role.MODEL, "warm up"): StageFacts("a prefill and a decode ran, their graph is captured", 0.18),
     (Role.MODEL, "wait for weights"): StageFacts("every tensor is resident", waits_for=(Role.LOADER, "")),
     (Role.MODEL, "map weights"): StageFacts(
-        "the weights are mapped read-only, their sums are those of the load", 0.002
+        "the weights are mapped read-only, and verified if they were before", 0.002
     ),
     (Role.MODEL, "take over"): StageFacts("what the loader had left was loaded and verified"),
     (Role.MODEL, "load weights"): StageFacts("every byte of every tensor was read and copied", expected_rate=48e9),
