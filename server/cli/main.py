@@ -15,6 +15,8 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 bench_app = typer.Typer(no_args_is_help=True)
 app.add_typer(bench_app, name="bench", help="Measure this server, or another one.")
 
+# Of make_model.SHAPES, whose import is slow.
+SHAPE_NAMES = "qwen2-0.5b, qwen2-1.5b, qwen2-7b, qwen3-8b, llama3-8b, tiny-qwen2, tiny-qwen3, tiny-llama3"
 _EXIT_PERMANENT = 4
 _EXIT_TERMINATED = 128 + signal.SIGTERM
 
@@ -45,7 +47,7 @@ def serve(
 
 @app.command()
 def convert(
-    source: Annotated[Path, typer.Argument(help="checkpoint folder to read")],
+    source: Annotated[Path, typer.Argument(help="folder, hub cache folder or hub id of the checkpoint to read")],
     target: Annotated[Path, typer.Argument(help="folder to make")],
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")],
 ) -> None:
@@ -57,7 +59,7 @@ def convert(
 
 @app.command("make-model")
 def make_model(
-    shape: Annotated[str, typer.Argument(help="qwen2-7b, qwen2-0.5b, ...: see the error for the list")],
+    shape: Annotated[str, typer.Argument(help=SHAPE_NAMES)],
     target: Annotated[Path, typer.Argument(help="folder to make")],
     seed: Annotated[int, typer.Option(help="the same seed gives the same bytes")] = 0,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "bfloat16",
@@ -78,16 +80,22 @@ def bench_startup(
         typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="any setting of the server; may be repeated"),
     ] = None,
     what: Annotated[
-        str, typer.Option(help="of warm,cold,first-ever,kill,kill-many,kill-arbiter,requests; empty: all")
+        str,
+        typer.Option(
+            help="comma-separated, of warm, cold, first-ever, kill, kill-many, kill-arbiter, requests; empty: all"
+        ),
     ] = "",
-    runs: Annotated[int, typer.Option(min=1, help="of each")] = 5,
-    streams: Annotated[int, typer.Option(min=2, help="of kill-many")] = 100,
+    runs: Annotated[int, typer.Option(min=1, help="how many of each kind")] = 5,
+    streams: Annotated[int, typer.Option(min=2, help="how many run at each kill of kill-many")] = 100,
     json_: Annotated[Path | None, typer.Option("--json", help="file for everything that was measured")] = None,
-    command: Annotated[str, typer.Option(help="another server; {port} in it becomes a free port")] = "",
-    url: Annotated[str, typer.Option(help="of the other server; empty: http://127.0.0.1:{port}")] = "",
+    command: Annotated[str, typer.Option(help="another server's command line; {port} in it becomes a free port")] = "",
+    url: Annotated[str, typer.Option(help="where --command listens; empty: http://127.0.0.1:{port}")] = "",
     path: Annotated[str, typer.Option(help="where the request that ends a start is posted")] = "/generate",
-    body: Annotated[str, typer.Option(help="its JSON; empty: one token after a few")] = "",
-    files: Annotated[Path | None, typer.Option(help="folder that is put into or out of the page cache")] = None,
+    body: Annotated[str, typer.Option(help="JSON of that request; empty: a short prompt, one token")] = "",
+    files: Annotated[
+        Path | None,
+        typer.Option(help="folder that is put into or out of the page cache; needed with --command, else the model's"),
+    ] = None,
 ) -> None:
     """Measure starts, kills and first requests from outside: exec to the body of a real answer."""
     from server.cli.bench import bench_startup as run

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from server.cli import make_model as command
 from server.cli.byte_tokenizer import write_byte_tokenizer
+from server.cli.main import SHAPE_NAMES
 from server.cli.make_model import SHAPES, make_model
 from server.errors import StartupError
 from server.models.facts import facts_from_config
@@ -127,3 +128,7 @@ def test_unknown_shapes_dtypes_and_seeds_are_refused(tmp_path: Path) -> None:
         make_model("qwen2-7b", tmp_path / "model", seed=-1, dtype="bfloat16")
     with pytest.raises(StartupError, match="exists already"):
         make_model("tiny-qwen2", tmp_path, seed=0, dtype="bfloat16")
+
+
+def test_help_names_every_shape():
+    assert SHAPE_NAMES.split(", ") == list(SHAPES)
