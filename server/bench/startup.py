@@ -285,7 +285,7 @@ def _kill(plan: Plan, kind: str, server: ServerProcess, prompts: _Prompts, role:
         pauses = [one.pause_after(killed_at) for one in running]
     after = _startup_of(plan, server.address)
     values = {"pause": pauses[0]} if num_streams == 1 else {"first_pause": min(pauses), "last_pause": max(pauses)}
-    if after and (down_s := after["restarts"][role]["down_s"]):
+    if after and (down_s := after["restarts"]["model"]["down_s"]):
         values["own_down"] = down_s
     notes = {"known_tokens": known_tokens, "num_streams": num_streams, "num_running_at_kill": len(running)}
     return Run(kind, values, notes, after)

@@ -213,7 +213,7 @@ class Board(ctypes.Structure):
         reaped_at = self.reaped_at if role in (Role.ARBITER, Role.MODEL) else 0.0
         if self.ready_at and (not self.has_restarted[role] or self.restart[role].ready_at):
             self.has_restarted[role] = 1
-            self.restart[role].reset()
+            self.restart[role].reset(self.lost_at)
             if reaped_at:
                 self.begin_stage(role, "dying", self.lost_at)
         if reaped_at:

@@ -35,13 +35,16 @@ class Stage(ctypes.Structure):
 class Track(ctypes.Structure):
     """The rows of one role. One process writes at a time, hence no lock; readers may look at any moment.
 
-    `ready_at` 0: not ready yet. Later stages are no part of the start and get no row.
+    `ready_at` 0: not ready yet. Later stages are no part of the start and get no row. `lost_at`: of a restart, the
+    last sign of life of the model worker whose loss, or whose arbiter's, it makes up for.
     """
 
     ready_at: float
+    lost_at: float
     num_stages: int
     _fields_ = [
         ("ready_at", ctypes.c_double),
+        ("lost_at", ctypes.c_double),
         ("num_stages", ctypes.c_int64),
         ("stages", Stage * MAX_STAGES),
     ]
@@ -75,10 +78,10 @@ class Track(ctypes.Structure):
             self.end(now)
             self.ready_at = now
 
-    def reset(self) -> None:
+    def reset(self, lost_at: float) -> None:
         """Forget everything, for the start of a successor."""
         self.num_stages = 0
-        self.ready_at = 0.0
+        self.ready_at, self.lost_at = 0.0, lost_at
 
     def rows(self) -> Iterator[Stage]:
         """In the order in which they began."""

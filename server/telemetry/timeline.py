@@ -83,7 +83,10 @@ class Graphs(msgspec.Struct, frozen=True):
 
 
 class Restart(msgspec.Struct, frozen=True):
-    """The last replacement of a dead process; `down_s` from its predecessor's last sign of life until it was ready."""
+    """The last replacement of a dead process; `down_s` from the last sign of life, at `began_s`, until it was ready.
+
+    A model worker that died with its arbiter has no stage before its fork: what happened until then is the arbiter's.
+    """
 
     count: int
     began_s: float | None
@@ -217,7 +220,7 @@ class _View:
         board = self._board
         num_starts = board.num_engine_starts if role == Role.MODEL else board.num_arbiter_starts
         spans = self._spans(board.restart, role)
-        begin, ready_at = (spans[0].stage.begin, board.restart[role].ready_at) if spans else (0.0, 0.0)
+        begin, ready_at = (board.restart[role].lost_at, board.restart[role].ready_at) if spans else (0.0, 0.0)
         return Restart(
             count=max(0, num_starts - 1),
             began_s=self.seconds(begin) if spans else None,

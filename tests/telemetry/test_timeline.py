@@ -174,6 +174,22 @@ def test_a_restart_is_counted_and_measured_from_the_loss() -> None:
     assert (restarts["arbiter"].count, restarts["arbiter"].stages) == (0, [])
 
 
+def test_a_model_worker_that_died_with_its_arbiter_was_down_since_then() -> None:
+    board = started()
+    board.engine_beat = EXEC + 10
+    board.note_loss()
+    board.reaped_at = EXEC + 10.1
+    board.begin_life(Role.ARBITER, EXEC + 10.11)
+    board.begin_life(Role.MODEL, EXEC + 11)
+    board.note_loss()  # the first attempt failed
+    board.begin_life(Role.MODEL, EXEC + 11.5)
+    board.restart[Role.ARBITER].ready_at, board.restart[Role.MODEL].ready_at = EXEC + 11, EXEC + 12
+    restarts = read_startup(board, "cuda").restarts
+    assert restarts["model"].began_s == restarts["arbiter"].began_s == pytest.approx(10)
+    assert (restarts["arbiter"].down_s, restarts["model"].down_s) == (pytest.approx(1), pytest.approx(2))
+    assert [row.stage for row in restarts["model"].stages] == ["fork", "respawn", "fork"]
+
+
 def test_graphs_are_complete_when_all_that_are_wanted_are_captured() -> None:
     board = started()
     board.num_graphs, board.num_graphs_wanted = 1, 3
