@@ -15,6 +15,7 @@ from typing import Literal, TypeVar
 from server.errors import StartupError
 from server.kernels.manifest import built_folder, read_manifest
 from server.models.facts import ModelFacts
+from server.ops.cuda.support import why_unsupported
 from server.settings.machine import Machine
 from server.settings.schema import ServerSettings, Settings
 
@@ -23,9 +24,6 @@ Device = Literal["cpu", "cuda"]
 
 T = TypeVar("T")
 _CPU_POOL_MIB = 256
-_KERNEL_DTYPES = ("bfloat16", "float16")
-_KERNEL_MAX_GROUP_SIZE = 8  # query heads per KV head
-_KERNEL_SIZE_MULTIPLE = 8  # of hidden_size and intermediate_size: rows stay aligned to 16 bytes
 _INSTALL_CUDA = "install the extra cuda (in a clone: scripts/environment cuda build torch)"
 _INSTALL_TORCH = "install the extra torch (in a clone: scripts/environment torch)"
 logger = logging.getLogger(__name__)
@@ -176,16 +174,8 @@ def _cuda_obstacle(facts: ModelFacts, machine: Machine, device: Device, kernels_
     """
     if device == "cpu":
         return "the device is the CPU, and the cuda backend computes on GPUs"
-    if facts.dtype not in _KERNEL_DTYPES:
-        kernel_dtypes = " and ".join(_KERNEL_DTYPES)
-        return f"the cuda backend's kernels are for {kernel_dtypes}, the checkpoint is in {facts.dtype} (convert it)"
-    if facts.group_size > _KERNEL_MAX_GROUP_SIZE:
-        most = f"{_KERNEL_MAX_GROUP_SIZE} query heads per KV head"
-        return f"the cuda backend's kernels take {most}, the model has {facts.group_size}"
-    for name, size in (("hidden_size", facts.hidden_size), ("intermediate_size", facts.intermediate_size)):
-        if size % _KERNEL_SIZE_MULTIPLE:
-            wanted = f"a {name} that is a multiple of {_KERNEL_SIZE_MULTIPLE}"
-            return f"the cuda backend's kernels want {wanted}, the model has {size}"
+    if reason := why_unsupported(facts):
+        return reason
     if not machine.has_cublas:
         return f"cuBLAS 13 is not installed: {_INSTALL_CUDA}"
     manifest = read_manifest(kernels_folder)

@@ -13,8 +13,9 @@ from server.ops.cuda.backend import create_backend
 from server.ops.cuda.buffer import Buffer
 from server.ops.cuda.driver import DriverError, OutOfDeviceMemory, Stream
 from server.ops.cuda.operations import CudaOperations
-from server.ops.cuda.sizes import GRAPH_BYTES, activation_bound_bytes, kv_pool_spec, why_unsupported
+from server.ops.cuda.sizes import GRAPH_BYTES, activation_bound_bytes, kv_pool_spec
 from server.ops.cuda.staging import NUM_FETCHES, Staging, TokenRing, staging_spec
+from server.ops.cuda.support import why_unsupported
 from server.ops.cuda.weights import weight_buffers
 from server.ops.interface import Activations, BatchLimits, StepInputs, StepShape
 from server.ops.sampling import SamplingUse
@@ -187,7 +188,10 @@ def test_weights_are_seen_where_they_lie() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dtype": "float32"}, "weights are float32; the cuda backend serves bfloat16 and float16"),
+        (
+            {"dtype": "float32"},
+            "the weights are float32; the cuda backend serves bfloat16 and float16 (model-server convert)",
+        ),
         ({"head_dim": 80}, "head_dim is 80; the cuda backend has kernels for 64 and 128"),
         ({"num_heads": 9, "num_kv_heads": 1}, "9 query heads share a KV head; the cuda backend serves up to 8"),
         ({"hidden_size": 60}, "hidden_size is 60; the cuda backend needs a multiple of 8"),

@@ -26,7 +26,7 @@ GPU_BOX = Machine(
     has_cuda_bindings=True,
     has_cublas=True,
 )
-HALF = dataclasses.replace(FACTS, dtype="bfloat16", hidden_size=256, head_dim=64)
+HALF = dataclasses.replace(FACTS, dtype="bfloat16", hidden_size=256, head_dim=64, vocab_size=4096)
 
 
 def resolved(machine=LAPTOP, facts=FACTS, kernels=None, **overrides):
@@ -92,11 +92,13 @@ def test_cuda_backend_needs_no_torch(kernels):
 @pytest.mark.parametrize(
     ("machine", "facts", "reason"),
     [
-        ({}, {"dtype": "float32"}, "the checkpoint is in float32"),
-        ({}, {"head_dim": 80}, "head_dim 80 in bfloat16"),
+        ({}, {"dtype": "float32"}, "the weights are float32"),
+        ({}, {"head_dim": 80}, "head_dim is 80"),
+        ({}, {"head_dim": 128}, "head_dim 128 in bfloat16"),
         ({}, {"dtype": "float16"}, "head_dim 64 in float16"),
-        ({}, {"num_heads": 18, "num_kv_heads": 2}, "8 query heads per KV head, the model has 9"),
-        ({}, {"intermediate_size": 100}, "intermediate_size that is a multiple of 8, the model has 100"),
+        ({}, {"num_heads": 18, "num_kv_heads": 2}, "9 query heads share a KV head; the cuda backend serves up to 8"),
+        ({}, {"intermediate_size": 72, "num_heads": 4, "num_kv_heads": 2}, "intermediate_size per block is 36"),
+        ({}, {"vocab_size": 128257}, "vocab_size is 128257; the cuda backend needs a multiple of 8"),
         ({"has_cublas": False}, {}, "cuBLAS 13 is not installed: install the extra cuda"),
         ({"num_gpus": 0}, {}, "the device is the CPU"),
     ],
@@ -153,11 +155,7 @@ def test_step_has_room_for_a_token_of_every_request():
 @pytest.mark.parametrize(
     ("machine", "overrides", "expected"),
     [
-        (
-            GPU_BOX,
-            {"engine__backend": "cuda"},
-            'engine.backend is "cuda", but the cuda backend\'s kernels are for bfloat16 and float16',
-        ),
+        (GPU_BOX, {"engine__backend": "cuda"}, 'engine.backend is "cuda", but the weights are float32'),
         (LAPTOP, {"engine__backend": "cuda"}, "the device is the CPU"),
         (dataclasses.replace(GPU_BOX, has_cuda_bindings=False), {}, "package cuda-bindings, which is not installed"),
         (dataclasses.replace(GPU_BOX, torch_has_cuda=False), {}, "found one for CPUs only"),

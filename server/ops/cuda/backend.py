@@ -8,7 +8,8 @@ from server.models.rope import inverse_frequencies
 from server.ops.cuda.buffer import Buffer
 from server.ops.cuda.driver import Driver, KernelImage, Stream
 from server.ops.cuda.operations import CudaOperations
-from server.ops.cuda.sizes import kv_pool_spec, why_unsupported
+from server.ops.cuda.sizes import kv_pool_spec
+from server.ops.cuda.support import why_unsupported
 from server.ops.interface import BatchLimits, Operations
 
 
