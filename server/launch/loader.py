@@ -88,7 +88,8 @@ class LoaderProcess:
             return
         self._pid = 0
         board = self._load.board
-        if board.loader_state == LoaderState.CANNOT_SHARE or self._load.record.is_complete or board.stop:
+        is_over = self._load.record.is_complete or board.loader_state == LoaderState.CANNOT_SHARE
+        if is_over or board.stop or board.halt_code:  # it may have ended the service itself, with its reason
             return
         reason = f"the loader {_describe_status(status)} before it had finished"
         board.note_loader_failure(reason)

@@ -163,6 +163,18 @@ def test_what_a_loader_said_itself_is_the_reason_of_the_end(process: Process) ->
     assert process.board.halt_reason == b"the loader was killed after 2.6 s of silence"
 
 
+def test_nobody_is_said_to_take_over_when_the_loader_has_ended_the_service(
+    process: Process, caplog: pytest.LogCaptureFixture
+) -> None:
+    fd = os.memfd_create("memory")
+    send_memory(process.sender, fd)
+    os.close(fd)
+    process.board.halt(ExitCode.PERMANENT, "a tensor is damaged")
+    LoaderProcess(ended_child(signal.SIGKILL), process.hand_over, process.load).take_status()
+    assert caplog.messages == []
+    assert process.board.halt_reason == b"a tensor is damaged"
+
+
 def test_an_end_after_the_work_is_no_failure(process: Process) -> None:
     process.load.record.mark_complete()
     child = LoaderProcess(ended_child(signal.SIGKILL), process.hand_over, process.load)
