@@ -47,7 +47,7 @@ STAGES: dict[tuple[Role, str], StageFacts] = {
     (Role.ARBITER, "respawn"): _RESPAWN,
     (Role.ARBITER, "fork"): _FORK,
     (Role.ARBITER, "process"): _PROCESS,
-    (Role.ARBITER, "imports"): StageFacts("the engine, its backend and cuBLAS are imported, no device touched", 0.1),
+    (Role.ARBITER, "imports"): StageFacts("the engine and its backend with its libraries are there, no device touched", 0.1),
     (Role.ARBITER, "gunicorn"): StageFacts("the loop that reaps and forks runs", 0.02),
     (Role.ARBITER, "fork model worker"): StageFacts("no second thread, CUDA untouched before the fork", 0.02),
     (Role.MODEL, "dying"): _DYING,
@@ -61,7 +61,6 @@ STAGES: dict[tuple[Role, str], StageFacts] = {
     ),
     (Role.MODEL, "context"): StageFacts("the device answers and has the memory that was planned", 0.19),
     (Role.MODEL, "libraries"): StageFacts("cuBLAS is loaded and has its handle and workspace", 0.02),
-    (Role.MODEL, "kernels"): StageFacts("a built kernel for every operation, arguments as in the manifest", 0.05),
     (Role.MODEL, "pool"): StageFacts("the KV pool and all step buffers are allocated", 0.02),
     (Role.MODEL, "pool, kernels"): StageFacts(
         "the KV pool and all step buffers are allocated, a kernel is loaded for every operation", 0.06
@@ -74,7 +73,6 @@ STAGES: dict[tuple[Role, str], StageFacts] = {
     (Role.MODEL, "take over"): StageFacts("what the loader had left was loaded and verified"),
     (Role.MODEL, "load weights"): StageFacts("every byte of every tensor was read and copied", expected_rate=48e9),
     (Role.MODEL, "first token"): StageFacts("a prefill and a decode gave finite logits and a token", 0.02),
-    (Role.MODEL, "graph"): StageFacts("the decode graph of batch 1 is captured", 0.01),
     (Role.MODEL, "engine"): StageFacts("scheduler and listener are made", 0.005),
     (Role.WEB, "fork"): _FORK,
     (Role.WEB, "process"): _PROCESS,
@@ -104,7 +102,7 @@ CHECKLIST = (
     ChecklistItem(
         "libraries and kernels",
         3.2,
-        ((Role.MODEL, "libraries"), (Role.MODEL, "kernels"), (Role.MODEL, "warm up")),
+        ((Role.MODEL, "libraries"), (Role.MODEL, "warm up")),
         "exactly those that a prefill and a decode use; no cuDNN, which the model has no use for",
     ),
     ChecklistItem("autograd off", 0.01, (), "no step records a gradient: nothing to do at the start"),
@@ -116,5 +114,5 @@ CHECKLIST = (
     ),
     ChecklistItem("compile", 89.0, (), "nobody waits for a compiler: kernels are built before"),
     ChecklistItem("KV pool", 0.5, ((Role.MODEL, "pool"), (Role.MODEL, "pool, kernels")), "one allocation"),
-    ChecklistItem("ready", 0.1, ((Role.MODEL, "first token"), (Role.MODEL, "graph")), "a real token was generated"),
+    ChecklistItem("ready", 0.1, ((Role.MODEL, "first token"),), "a real token was generated"),
 )
