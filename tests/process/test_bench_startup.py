@@ -100,9 +100,17 @@ def test_a_bench_that_is_stopped_takes_its_server_with_it(tiny_model: Path, sign
     command = bench("--profile", "test", "--model", str(tiny_model), "--what", "warm")
     # A shell that runs tests in the background may have had SIGINT ignored.
     restore = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler)}
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **restore
-    ) as process:
+    with (
+        tempfile.TemporaryDirectory(prefix="t-") as folder,  # a killed bench leaves its folder
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | {"TMPDIR": folder},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            **restore,
+        ) as process,
+    ):
         while not (servers := children(process.pid)) or not children(servers[0]):
             assert process.poll() is None
             time.sleep(0.005)
