@@ -47,7 +47,9 @@ STAGES: dict[tuple[Role, str], StageFacts] = {
     (Role.ARBITER, "respawn"): _RESPAWN,
     (Role.ARBITER, "fork"): _FORK,
     (Role.ARBITER, "process"): _PROCESS,
-    (Role.ARBITER, "imports"): StageFacts("the engine and its backend with its libraries are there, no device touched", 0.1),
+    (Role.ARBITER, "imports"): StageFacts(
+        "the engine and its backend with its libraries are there, no device touched", 0.1
+    ),
     (Role.ARBITER, "gunicorn"): StageFacts("the loop that reaps and forks runs", 0.02),
     (Role.ARBITER, "fork model worker"): StageFacts("no second thread, CUDA untouched before the fork", 0.02),
     (Role.MODEL, "dying"): _DYING,
