@@ -7,7 +7,7 @@ import server.ops.torch.device
 import server.ops.torch.sizes
 from server.engine.limits import batch_limits, largest_batch_limits
 from server.engine.weights import wait_for_weights
-from server.kv.sizing import DeviceMemory, pool_bytes_on_device
+from server.kv.sizing import MemoryBudget, pool_bytes_on_device
 from server.launch.board import Role
 from server.launch.loader import open_store
 from server.launch.service import Service
@@ -42,5 +42,5 @@ def _pool_bytes(service: Service) -> int:
     total_bytes, free_bytes = server.ops.torch.device.device_memory_bytes(resolved.device)
     activation_bytes = server.ops.torch.sizes.activation_bound_bytes(facts, largest_batch_limits(service))
     weights_bytes = service.layout.total_bytes
-    memory = DeviceMemory(total_bytes, free_bytes + weights_bytes, weights_bytes, activation_bytes)
+    memory = MemoryBudget(total_bytes, free_bytes + weights_bytes, weights_bytes, activation_bytes)
     return pool_bytes_on_device(service.settings.kv, memory)

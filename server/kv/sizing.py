@@ -14,7 +14,7 @@ MIN_MODEL_LEN = 64  # a shorter context serves nobody: better no start than a se
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceMemory:
+class MemoryBudget:
     """Bytes of one device. `free_bytes` is what is free before weights and pool are allocated there.
 
     `activation_bytes` bounds what a step needs besides weights and pool, as far as `kv.reserve_mib` does not cover it.
@@ -26,7 +26,7 @@ class DeviceMemory:
     activation_bytes: int = 0
 
 
-def pool_bytes_on_device(settings: KVSettings, memory: DeviceMemory) -> int:
+def pool_bytes_on_device(settings: KVSettings, memory: MemoryBudget) -> int:
     """Bytes for the KV pool beside the weights. Raises StartupError when they leave nothing, or less than asked for."""
     reserve_bytes = settings.reserve_mib * MIB
     usable_bytes = min(int(memory.total_bytes * settings.device_memory_fraction), memory.free_bytes)

@@ -3,7 +3,7 @@ import pytest
 from server.errors import StartupError
 from server.kv.sizing import (
     MIB,
-    DeviceMemory,
+    MemoryBudget,
     count_blocks,
     pool_bytes_on_device,
     resolve_max_model_len,
@@ -20,24 +20,24 @@ def kv_settings(pool_mib: int = 0, fraction: float = 0.9, reserve_mib: int = 102
 
 
 def test_pool_takes_what_fraction_weights_activations_and_reserve_leave() -> None:
-    memory = DeviceMemory(total_bytes=100 * GIB, free_bytes=99 * GIB, weights_bytes=15 * GIB, activation_bytes=2 * GIB)
+    memory = MemoryBudget(total_bytes=100 * GIB, free_bytes=99 * GIB, weights_bytes=15 * GIB, activation_bytes=2 * GIB)
     assert pool_bytes_on_device(kv_settings(), memory) == (90 - 15 - 2 - 1) * GIB
 
 
 def test_pool_is_bounded_by_what_others_leave_free() -> None:
-    memory = DeviceMemory(total_bytes=100 * GIB, free_bytes=40 * GIB, weights_bytes=15 * GIB)
+    memory = MemoryBudget(total_bytes=100 * GIB, free_bytes=40 * GIB, weights_bytes=15 * GIB)
     assert pool_bytes_on_device(kv_settings(), memory) == (40 - 15 - 1) * GIB
 
 
 def test_pool_mib_is_taken_as_asked() -> None:
-    memory = DeviceMemory(total_bytes=100 * GIB, free_bytes=99 * GIB, weights_bytes=15 * GIB)
+    memory = MemoryBudget(total_bytes=100 * GIB, free_bytes=99 * GIB, weights_bytes=15 * GIB)
     assert pool_bytes_on_device(kv_settings(pool_mib=100), memory) == 100 * MIB
 
 
 @pytest.mark.parametrize("pool_mib", [0, 9000])
 def test_pool_that_does_not_fit_beside_the_weights_is_refused_with_the_numbers(pool_mib: int) -> None:
     free_bytes = (15 if pool_mib == 0 else 20) * GIB
-    memory = DeviceMemory(total_bytes=24 * GIB, free_bytes=free_bytes, weights_bytes=15 * GIB)
+    memory = MemoryBudget(total_bytes=24 * GIB, free_bytes=free_bytes, weights_bytes=15 * GIB)
     with pytest.raises(StartupError) as caught:
         pool_bytes_on_device(kv_settings(pool_mib=pool_mib), memory)
     for part in ("kv.pool_mib", "24576 MiB", f"{free_bytes // MIB} MiB", "15360 MiB", "1024 MiB", "0.9"):
