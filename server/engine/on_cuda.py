@@ -23,7 +23,7 @@ from server.ops.cuda.buffer import Buffer
 from server.ops.cuda.cublas import load_cublas
 from server.ops.cuda.driver import Driver, KernelImage, OutOfDeviceMemory
 from server.ops.cuda.nvidia import NvidiaDriver
-from server.ops.cuda.sizes import activation_bound_bytes, kv_pool_spec
+from server.ops.cuda.sizes import activation_bound_bytes, kv_pool_spec, max_graph_requests
 from server.ops.cuda.weights import weight_buffers
 from server.ops.interface import Operations
 from server.runner.graphs import graph_sizes
@@ -114,10 +114,10 @@ def _pool_bytes(service: Service, driver: Driver) -> int:
     """From what the GPU has with the weights on it, or on their way to it."""
     facts, limits = service.checkpoint.facts, largest_batch_limits(service)
     free_bytes, total_bytes = driver.memory_info()
-    num_graphs = len(graph_sizes(min(limits.max_num_requests, limits.max_batched_tokens)))
+    num_graphs = len(graph_sizes(max_graph_requests(limits)))
     activation_bytes = activation_bound_bytes(facts, limits, num_graphs)
     weights_bytes = service.layout.total_bytes
-    memory = sizing.DeviceMemory(total_bytes, free_bytes + weights_bytes, weights_bytes, activation_bytes)
+    memory = sizing.MemoryBudget(total_bytes, free_bytes + weights_bytes, weights_bytes, activation_bytes)
     return sizing.pool_bytes_on_device(service.settings.kv, memory)
 
 
@@ -126,8 +126,7 @@ def _map_pool(service: Service, driver: Driver, num_bytes: int) -> int:
     if not driver.facts.can_share_memory:
         _wait_for_free_memory(driver, num_bytes)
         return driver.allocate(num_bytes)
-    granularity = driver.facts.granularity
-    rounded_bytes = -(-num_bytes // granularity) * granularity
+    rounded_bytes = driver.facts.shareable_bytes(num_bytes)
     fd = service.pool_hand_over.copy_memory()
     if fd is None:
         fd = driver.create_shareable(rounded_bytes)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from server.errors import StartupError
+from server.kernels.manifest import built_folder, read_manifest
 from server.ops.cuda.driver import Driver, Event, Function, KernelImage, OutOfDeviceMemory, PinnedMemory
 from server.weights.copy_plan import Copy
 from server.weights.plan import CHUNK_BYTES
@@ -58,7 +59,7 @@ class DeviceStore:
 
     def create(self, num_bytes: int) -> int:
         """Waits for memory that a dying process still holds. Raises StartupError if it does not become free."""
-        rounded = self._rounded(num_bytes)
+        rounded = self.driver.facts.shareable_bytes(num_bytes)
         return self._allocate(num_bytes, lambda: self.driver.create_shareable(rounded))
 
     def map_writable(self, fd: int, num_bytes: int) -> "DeviceMemory":
@@ -76,13 +77,9 @@ class DeviceStore:
         return DeviceMemory(driver, address, self._kernels, lambda: driver.free(address))
 
     def _map(self, fd: int, num_bytes: int, *, writable: bool) -> "DeviceMemory":
-        driver, rounded = self.driver, self._rounded(num_bytes)
+        driver, rounded = self.driver, self.driver.facts.shareable_bytes(num_bytes)
         address = driver.map_shareable(fd, rounded, writable=writable)
         return DeviceMemory(driver, address, self._kernels, lambda: driver.unmap(address, rounded))
-
-    def _rounded(self, num_bytes: int) -> int:
-        granularity = self.driver.facts.granularity
-        return -(-num_bytes // granularity) * granularity
 
     def _allocate(self, num_bytes: int, allocate: Callable[[], int]) -> int:
         deadline = time.monotonic() + FREE_MEMORY_DEADLINE_S
@@ -271,8 +268,6 @@ def _table(spans: Sequence[Span], unit_bytes: int) -> "array[int]":
 
 def built_sum_kernels(driver: Driver) -> SumKernels | None:
     """Those that were built for this device, if any were; a start must not fail for want of a check."""
-    from server.kernels.manifest import built_folder, read_manifest
-
     try:
         manifest = read_manifest(built_folder())
         kernels = None if manifest is None else SumKernels.among(manifest.images(driver.facts.arch))

@@ -282,7 +282,7 @@ def test_a_gpu_that_cannot_share_memory_gets_a_private_load(tmp_path: Path, kern
 def test_missing_or_stale_kernels_are_a_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("server.kernels.manifest.built_folder", lambda: tmp_path)
+    monkeypatch.setattr("server.weights.device_memory.built_folder", lambda: tmp_path)
     assert built_sum_kernels(HostDriver()) is None
     (tmp_path / "manifest.json").write_text("{}")
     assert built_sum_kernels(HostDriver()) is None

@@ -41,6 +41,10 @@ class DeviceFacts:
     granularity: int
     can_share_memory: bool
 
+    def shareable_bytes(self, num_bytes: int) -> int:
+        """What `num_bytes` take as shareable memory."""
+        return -(-num_bytes // self.granularity) * self.granularity
+
 
 @dataclass(frozen=True, slots=True)
 class Parameter:

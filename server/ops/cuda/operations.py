@@ -17,7 +17,14 @@ from server.ops.cuda.buffer import Buffer, BufferDType
 from server.ops.cuda.driver import Driver, DriverError, Graph, KernelImage, Stream
 from server.ops.cuda.kernels import Kernel, Kernels
 from server.ops.cuda.sampler import CudaSampler
-from server.ops.cuda.sizes import GEMM_WORKSPACE, activation_specs, arena_bytes, frequencies_spec, kv_pool_spec
+from server.ops.cuda.sizes import (
+    GEMM_WORKSPACE,
+    activation_specs,
+    arena_bytes,
+    frequencies_spec,
+    kv_pool_spec,
+    max_graph_requests,
+)
 from server.ops.cuda.staging import CudaPendingTokens, Staging, TokenRing, staging_spec
 from server.ops.interface import Activations, BatchLimits, Linear, StepGraph, StepInputs, StepShape
 from server.ops.sampling import SlotSampling
@@ -44,7 +51,7 @@ class CudaOperations:
         self._facts = facts
         self.limits = limits
         self.weights = weights
-        self.max_graph_requests = min(limits.max_num_requests, limits.max_batched_tokens)
+        self.max_graph_requests = max_graph_requests(limits)
         self._driver, self._stream = driver, stream
         self._thread_id = threading.get_ident()
         driver.prepare_gemms()

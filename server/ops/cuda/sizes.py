@@ -48,6 +48,11 @@ def frequencies_spec(facts: ModelFacts) -> BufferSpec:
     return BufferSpec((facts.head_dim // 2,), "float32")
 
 
+def max_graph_requests(limits: BatchLimits) -> int:
+    """The largest step of decodes, which is the largest that can be recorded."""
+    return min(limits.max_num_requests, limits.max_batched_tokens)
+
+
 def activation_bound_bytes(facts: ModelFacts, limits: BatchLimits, num_graphs: int = 0) -> int:
     """Device memory besides weights and KV pool: what operations allocate, and recorded steps."""
     return arena_bytes(facts, limits) + num_graphs * GRAPH_BYTES
