@@ -14,7 +14,7 @@ import server
 from server.bench.report import format_report, make_report
 from server.bench.server_process import BenchFailed, ServerCommand
 from server.bench.startup import KINDS, Plan, Run, measure
-from server.cli.serve import gunicorn_config
+from server.cli.serve import gunicorn_config, merge_assignments
 from server.errors import StartupError
 from server.settings.load import load_settings
 from server.settings.resolve import name_from_path
@@ -94,12 +94,7 @@ def _kinds(what: str, is_foreign: bool) -> list[str]:
 
 def _our_command(profile: str, overrides: dict[str, object], assignments: Sequence[str]) -> tuple[ServerCommand, Path]:
     """The server and the folder of its model, found once so that no run has to look for it."""
-    merged = dict(overrides)
-    for assignment in assignments:
-        key, equals, value = assignment.partition("=")
-        if not equals:
-            raise StartupError(f"--set {assignment}: expected SECTION.FIELD=VALUE")
-        merged[key] = value
+    merged = merge_assignments(overrides, assignments)
     settings = load_settings(profile or None, None, merged)
     root = Path(server.__file__).parents[1]  # what a profile means its paths from
     path = settings.model.path

@@ -15,19 +15,25 @@ _PATH_VARIABLES = ("MODEL_SERVER_MODEL__PATH", "MODEL_SERVER_SERVER__RUNTIME_DIR
 
 
 def exec_gunicorn(profile: str, overrides: Mapping[str, object], assignments: Sequence[str]) -> None:
-    """Never returns on success. `assignments` are "section.field=value" and win over `overrides`."""
-    merged = dict(overrides)
-    for assignment in assignments:
-        key, equals, value = assignment.partition("=")
-        if not equals:
-            raise StartupError(f"--set {assignment}: expected SECTION.FIELD=VALUE")
-        merged[key] = value
+    """Never returns on success. `assignments` are those of `--set`."""
+    merged = merge_assignments(overrides, assignments)
     if profile:
         os.environ[PROFILE_VARIABLE] = profile
     _change_folder(merged)
     if merged:
         os.environ[OVERRIDES_VARIABLE] = json.dumps(merged)
     os.execv(sys.executable, [sys.executable, "-m", "gunicorn", "-c", str(gunicorn_config())])  # noqa: S606
+
+
+def merge_assignments(overrides: Mapping[str, object], assignments: Sequence[str]) -> dict[str, object]:
+    """`assignments` are "section.field=value" and win over `overrides`. Raises StartupError for anything else."""
+    merged = dict(overrides)
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
+        if not equals:
+            raise StartupError(f"--set {assignment}: expected SECTION.FIELD=VALUE")
+        merged[key] = value
+    return merged
 
 
 def _change_folder(overrides: dict[str, object]) -> None:
