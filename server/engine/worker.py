@@ -46,10 +46,7 @@ class ModelWorker(DirtyApp):
         board.begin_life(Role.MODEL, forked_at())
         board.begin_stage(Role.MODEL, "process")
         configure_logging("model", self._service.settings.server.log_level)
-        board.model_pid = os.getpid()
-        board.engine_beat = time.monotonic()
-        board.model_state = ModelState.STARTING
-        board.boot_attempts += 1  # attempts, not exceptions: a segmentation fault counts too
+        begin_attempt(board)
         max_attempts = self._service.settings.engine.max_boot_attempts
         if board.boot_attempts > max_attempts:
             _halt(board, ExitCode.ENGINE_FAILED, f"the model worker died {max_attempts} times while starting")
@@ -65,6 +62,15 @@ class ModelWorker(DirtyApp):
         if board.stop != StopMode.DRAIN or board.model_state != ModelState.READY:
             os._exit(ExitCode.STOPPED)  # this process alone, or a quick stop, or nothing to serve yet
         # Otherwise the engine loop reads board.stop and ends with its last web worker.
+
+
+def begin_attempt(board: Board) -> None:
+    """What the board says of the model worker is of this process from here on."""
+    board.model_pid = os.getpid()
+    board.engine_beat = time.monotonic()
+    board.num_executing = board.graph_size = 0  # a predecessor that died in a step has left them
+    board.model_state = ModelState.STARTING
+    board.boot_attempts += 1  # attempts, not exceptions: a segmentation fault counts too
 
 
 def run_engine(service: Service) -> None:
