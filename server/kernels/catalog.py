@@ -3,12 +3,11 @@
 import importlib
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 from server.errors import StartupError
 from server.kernels.manifest import kernel_files
 from server.kernels.spec import Constant, KernelSpec
-from server.ops.cuda.driver import KernelImage, Parameter
+from server.ops.cuda.driver import Parameter
 
 TRITON_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 POINTER_ALIGNMENT = 16
@@ -35,19 +34,6 @@ class Recipe:
     def function(self) -> str:
         """The kernel's name in the source, and of what is compiled from it."""
         return self.source.partition(":")[2]
-
-    def image(self, path: Path, shared_bytes: int) -> KernelImage:
-        """What this recipe became: cubin or PTX at `path`. Triton names the entry as the function."""
-        return KernelImage(
-            self.name,
-            self.source,
-            self.constants,
-            self.parameters,
-            self.function,
-            self.num_warps,
-            shared_bytes,
-            path,
-        )
 
 
 def all_specs() -> tuple[KernelSpec, ...]:
@@ -77,11 +63,6 @@ def expand(spec: KernelSpec) -> tuple[Recipe, ...]:
         for dtype in dtypes
         for variant in spec.variants
     )
-
-
-def all_recipes() -> tuple[Recipe, ...]:
-    """Everything that a complete build of one architecture holds."""
-    return tuple(recipe for spec in all_specs() for recipe in expand(spec))
 
 
 def _parameters(spec: KernelSpec, dtype: str | None) -> tuple[Parameter, ...]:

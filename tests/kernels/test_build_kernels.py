@@ -13,9 +13,9 @@ import pytest
 from server.errors import StartupError
 from server.kernels import build as build_module
 from server.kernels.build import ALL_ARCHS, Job, archs_present, build, main
-from server.kernels.catalog import all_recipes
 from server.kernels.cubin import read_cubin, read_ptx
 from server.kernels.manifest import Manifest, ManifestImage, decode_manifest, read_manifest
+from tests.ops.host_kernels import all_recipes
 
 ROOT = Path(__file__).parents[2]
 C_TYPES = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "u64": ctypes.c_uint64, "fp32": ctypes.c_float}

@@ -6,12 +6,14 @@ import pytest
 
 from server.errors import StartupError
 from server.kernels import catalog
-from server.kernels.catalog import Recipe, all_recipes, all_specs, expand
+from server.kernels.catalog import Recipe, all_specs, expand
 from server.kernels.manifest import capability_of
 from server.kernels.spec import KernelSpec, Variant
 from server.ops.cuda.arguments import PackedArguments
 from server.ops.cuda.driver import Parameter
 from server.ops.cuda.kernels import _kind
+from server.ops.cuda.support import HEAD_DIMS
+from tests.ops.host_kernels import all_recipes
 
 
 def the_spec(name: str) -> KernelSpec:
@@ -33,6 +35,15 @@ def test_a_spec_lists_what_its_function_takes(recipe: Recipe) -> None:
 def test_no_two_variants_of_a_kernel_have_the_same_constants() -> None:
     keys = [(recipe.name, recipe.dtype, tuple(sorted(recipe.constants.items()))) for recipe in all_recipes()]
     assert len(set(keys)) == len(keys)
+
+
+def test_kernels_have_the_head_dims_that_a_backend_is_chosen_by() -> None:
+    found: dict[str, set[object]] = {}
+    for recipe in all_recipes():
+        if "HEAD_DIM" in recipe.constants:
+            found.setdefault(recipe.name, set()).add(recipe.constants["HEAD_DIM"])
+    assert found
+    assert all(head_dims == set(HEAD_DIMS) for head_dims in found.values()), found
 
 
 def test_a_spec_becomes_one_recipe_per_dtype_and_variant() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from server.ops.cuda.arena import BufferSpec
 from server.ops.cuda.attention import (
     MAX_SPLITS,
     PREFILL_BLOCK_M,
@@ -177,5 +178,6 @@ def test_workspace_holds_the_splits_of_every_step(num_multiprocessors: int, num_
 
 def test_attention_takes_from_the_arena_what_it_said() -> None:
     rig = make_rig()
-    assert rig.arena.num_free_bytes == 0
+    with pytest.raises(AssertionError, match="the arena ends before"):
+        rig.arena.take(BufferSpec((1,), "uint8"))
     assert attention_bytes(rig.facts, rig.limits) % 256 == 0

@@ -44,8 +44,3 @@ class Arena:
         self._next_address += spec.num_bytes
         assert self._next_address <= self._end_address, f"the arena ends before {spec}"
         return buffer
-
-    @property
-    def num_free_bytes(self) -> int:
-        """Bytes not given out."""
-        return self._end_address - self._next_address
