@@ -1,10 +1,14 @@
 """The timeline is computed from the board alone, so these tests write boards by hand."""
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 
+import server
 from server.launch.board import Board, ModelState, Role
+from server.telemetry.stage_table import CHECKLIST, STAGES
 from server.telemetry.timeline import describe_start, read_startup, ready_at
 from server.telemetry.waterfall import draw_waterfall
 
@@ -53,6 +57,15 @@ def started(model_ready: float = 3.0, web_ready: float = 2.0, loader_ready: floa
 
 def path_of(board: Board) -> list[tuple[str, str | None]]:
     return [(part.role, part.stage) for part in read_startup(board, "cuda").critical_path]
+
+
+def test_the_stages_that_are_known_are_those_that_processes_begin() -> None:
+    sources = "".join(path.read_text() for path in Path(server.__file__).parent.rglob("*.py"))
+    begun = set(re.findall(r'begin_stage\(Role\.([A-Z]+), "([^"]+)"', sources))
+    of_any_role = set(re.findall(r'begin_stage\(role, "([^"]+)"', sources))  # of whoever begins a life
+    known = {(role.name, name) for role, name in STAGES if name not in of_any_role}
+    assert known == begun
+    assert {stage for item in CHECKLIST for stage in item.stages} <= STAGES.keys()
 
 
 def test_the_critical_path_goes_from_a_wait_to_its_cause_and_from_a_fork_to_the_parent() -> None:
