@@ -1,6 +1,6 @@
 """A start that had to compile its imports says so, and what that costs."""
 
-import importlib
+import importlib.util
 import logging
 import os
 import sys
@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from server.launch.bytecode import warn_if_compiled
+from server.launch.bytecode import HTTP_SAMPLE, TORCH_SAMPLE, warn_if_compiled
 from server.launch.stages import IMPORTED_AT
 
 _NAME = "compiled_or_not"
@@ -40,6 +40,11 @@ def test_missing_bytecode_is_a_warning_with_its_cost(module, caplog):
     (message,) = warnings(caplog, time.monotonic())
     assert f"no bytecode of {_NAME}: compiling costs 2 s at every start" in message
     assert "PYTHONDONTWRITEBYTECODE" in message
+
+
+def test_the_samples_are_modules_that_there_are():
+    for name in (*HTTP_SAMPLE, *TORCH_SAMPLE):
+        assert importlib.util.find_spec(name) is not None
 
 
 def test_only_the_first_start_compiles(module, caplog):
