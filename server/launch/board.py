@@ -96,7 +96,7 @@ class Board(ctypes.Structure):
         ("loader_state", ctypes.c_int64),
         ("loader_pid", ctypes.c_int64),
         ("loader_beat", ctypes.c_double),
-        ("loader_failure", ctypes.c_char * _TEXT_BYTES),  # by the loader, or by the master from its exit status
+        ("loader_failure", ctypes.c_char * _TEXT_BYTES),  # also by the master, and by the model worker that takes over
         ("bytes_total", ctypes.c_int64),
         ("bytes_loaded", ctypes.c_int64),
         # arbiter and model worker
@@ -142,7 +142,7 @@ class Board(ctypes.Structure):
         # whoever forks: counts forks that broke the rules (a second thread, CUDA touched)
         ("num_forks", ctypes.c_int64),
         ("num_bad_forks", ctypes.c_int64),
-        ("device_name", ctypes.c_char * 64),  # written by whoever makes the first context
+        ("device_name", ctypes.c_char * 64),  # by the model worker, which asks the driver
         # decode graphs of the running model worker: captured, and wanted in all (0: it uses none)
         ("num_graphs", ctypes.c_int64),
         ("num_graphs_wanted", ctypes.c_int64),

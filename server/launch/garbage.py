@@ -8,7 +8,10 @@ import gc
 
 
 def pause_collector() -> None:
-    """As early as possible. Forks inherit it; each role resumes when its imports are done."""
+    """As early as possible. Forks inherit it; each role resumes when its imports are done.
+
+    Only the loader never does: it makes no cycles, and lives for seconds or sleeps.
+    """
     gc.disable()
 
 

@@ -1,6 +1,6 @@
 """The master's hooks: what happens between `gunicorn -c gunicorn.conf.py` and the first web worker.
 
-Order: lock, port, checkpoint, board, loader (on_starting); then Gunicorn forks the dirty arbiter; then the app is built
+Order: lock, board, port, checkpoint, loader (on_starting); then Gunicorn forks the dirty arbiter; then the app is built
 (when_ready); then the web workers are forked. Permanent faults are found first: exit code 4 and one line.
 """
 
