@@ -4,12 +4,12 @@ A tokenizer of 150,000 tokens touches 25,000 pages, and each would be a fault. K
 """
 
 import ctypes
+import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD = -1, -2
 _DEFAULT_BYTES = 128 << 10  # of both, in glibc
-_MADV_HUGEPAGE = 14
 _HUGE_PAGE_BYTES = 2 << 20
 _PROBE_BYTES = 100 << 10  # below what malloc would map apart
 _MAX_BYTES = 1 << 30
@@ -45,4 +45,4 @@ def _grow(libc: ctypes.CDLL) -> None:
     begin = -(-begin // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     if end > begin:
         # Refused where the kernel has none: then it is as slow as before.
-        libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)
+        libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_HUGEPAGE)

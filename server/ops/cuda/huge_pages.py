@@ -7,7 +7,7 @@ import ctypes
 import mmap
 
 HUGE_PAGE_BYTES = 2 << 20
-_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 
 class HugePages:
@@ -20,5 +20,6 @@ class HugePages:
         offset = self.address - begin
         self.view = memoryview(self._mapping)[offset : offset + num_bytes]
         madvise = ctypes.CDLL(None).madvise
-        for advice in (_MADV_HUGEPAGE, _MADV_POPULATE_WRITE):  # advice: where it is unknown, pages come when touched
+        # Advice: where it is unknown, pages come when they are touched.
+        for advice in (mmap.MADV_HUGEPAGE, _MADV_POPULATE_WRITE):
             madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(num_bytes), advice)
