@@ -8,8 +8,11 @@ import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_M_TRIM_THRESHOLD, _M_TOP_PAD = -1, -2
-_DEFAULT_BYTES = 128 << 10  # of both, in glibc
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+_TOP_PAD_BYTES = 128 << 10  # glibc's default
+# NOTE: whoever sets one of the three ends glibc's own growth of the other two, for the whole process and its forks. At
+# their first values each buffer of 128 KiB or more would be mapped anew, and faulted in, for 0.7 ms a MiB.
+_LATER_MMAP_BYTES, _LATER_TRIM_BYTES = 4 << 20, 8 << 20
 _HUGE_PAGE_BYTES = 2 << 20
 _PROBE_BYTES = 100 << 10  # below what malloc would map apart
 _MAX_BYTES = 1 << 30
@@ -29,8 +32,9 @@ def huge_heap(num_bytes: int) -> Iterator[None]:
         _grow(libc)
         yield
     finally:
-        libc.mallopt(_M_TOP_PAD, _DEFAULT_BYTES)
-        libc.mallopt(_M_TRIM_THRESHOLD, _DEFAULT_BYTES)
+        libc.mallopt(_M_TOP_PAD, _TOP_PAD_BYTES)
+        libc.mallopt(_M_MMAP_THRESHOLD, _LATER_MMAP_BYTES)
+        libc.mallopt(_M_TRIM_THRESHOLD, _LATER_TRIM_BYTES)
         libc.malloc_trim(ctypes.c_size_t(0))  # 1 ms; returns 100 MB after an 11 MB file
 
 

@@ -22,12 +22,32 @@ with huge_heap(64 << 20):
 print(inside - before, sbrk(0) - before)
 """
 
+_LATER = """
+import resource
+from server.text.huge_heap import huge_heap
+with huge_heap(64 << 20):
+    pass
+def num_faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    bytearray(1 << 20)
+before = num_faults()
+for _ in range(100):
+    bytearray(1 << 20)
+print(num_faults() - before)
+"""
+
 
 def test_heap_grows_at_once_and_shrinks_again():
     ran = subprocess.run([sys.executable, "-c", _GROWTH], capture_output=True, text=True, check=True)
     inside, after = map(int, ran.stdout.split())
     assert inside >= 64 << 20
     assert after < 2 << 20
+
+
+def test_large_buffers_are_reused_afterwards_as_they_are_without():
+    ran = subprocess.run([sys.executable, "-c", _LATER], capture_output=True, text=True, check=True)
+    assert int(ran.stdout) < 100, "pages come anew for each buffer"
 
 
 def test_tokenizer_read_within_is_the_same():
