@@ -18,8 +18,9 @@ from server.ops.interface import BatchLimits
 from server.runner.model_runner import ModelRunner
 from server.weights.layout import weight_layout
 from tests.gpu.accuracy import measure
-from tests.runner.cuda_poison import POISON_LIMITS, assert_rows_are_independent
+from tests.runner.cuda_poison import assert_rows_are_independent
 from tests.runner.cuda_steps import RecordingCudaOperations, TinyWeights, compare, run_requests, tiny_weights
+from tests.runner.poison import LIMITS as POISON_LIMITS
 from tests.runner.tiny_engine import EOS_ID, batch_limits
 from tests.tiny_models import FAMILIES, Family, write_tiny_model
 

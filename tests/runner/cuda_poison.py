@@ -8,21 +8,14 @@ import torch
 from server.runner.model_runner import ModelRunner
 from server.scheduler.plan import StepResult
 from tests.runner.cuda_steps import TORCH_DTYPES, RecordingCudaOperations, TinyWeights
-from tests.runner.poison import GOOD_SLOTS, ROWS, mixed_plan
-from tests.runner.poison import LIMITS as POISON_LIMITS
+from tests.runner.poison import GOOD_SLOTS, ROWS, mixed_plan, rows_of_good_requests
 from tests.runner.tiny_engine import EOS_ID
 
 
 def poison_blocks(ops: RecordingCudaOperations) -> None:
-    """All that the good requests do not own, the scratch block included, and the stale ends of their own blocks."""
-    block_size = POISON_LIMITS.block_size
-    is_owned = torch.zeros(POISON_LIMITS.num_blocks * block_size, dtype=torch.bool)
-    for slot in GOOD_SLOTS:
-        start, _, block_ids = ROWS[slot]
-        for position in range(start):
-            is_owned[block_ids[position // block_size] * block_size + position % block_size] = True
+    """All that the good requests do not own."""
     pool = ops.read(ops.kv_pool)
-    pool[:, :, ~is_owned] = float("nan")
+    pool[:, :, ~rows_of_good_requests()] = float("nan")
     ops.write(ops.kv_pool, pool)
 
 

@@ -50,15 +50,20 @@ def submit(engine: TinyEngine) -> tuple[torch.Tensor, StepResult]:
     return engine.ops.recorded[-1], result
 
 
-def poison_blocks(engine: TinyEngine) -> None:
-    """All that the good requests do not own, the scratch block included, and the stale ends of their own blocks."""
+def rows_of_good_requests() -> torch.Tensor:
+    """Which rows of the pool they own: neither the scratch block nor the stale ends of their own blocks."""
     block_size = LIMITS.block_size
     is_owned = torch.zeros(LIMITS.num_blocks * block_size, dtype=torch.bool)
     for slot in GOOD_SLOTS:
         start, _, block_ids = ROWS[slot]
         for position in range(start):
             is_owned[block_ids[position // block_size] * block_size + position % block_size] = True
-    engine.ops.kv_pool[:, :, ~is_owned] = float("nan")
+    return is_owned
+
+
+def poison_blocks(engine: TinyEngine) -> None:
+    """All that the good requests do not own."""
+    engine.ops.kv_pool[:, :, ~rows_of_good_requests()] = float("nan")
 
 
 def poison_buffers(engine: TinyEngine) -> None:

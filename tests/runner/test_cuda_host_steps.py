@@ -17,8 +17,9 @@ from server.runner.model_runner import ModelRunner
 from server.scheduler.plan import SlotReset, StepPlan, TokenChunk
 from tests.ops.host_driver import HostDriver
 from tests.ops.host_kernels import host_images
-from tests.runner.cuda_poison import POISON_LIMITS, assert_rows_are_independent, no_poison, submit_mixed
+from tests.runner.cuda_poison import assert_rows_are_independent, no_poison, submit_mixed
 from tests.runner.cuda_steps import RecordingCudaOperations, TinyWeights, compare, run_requests, tiny_weights
+from tests.runner.poison import LIMITS as POISON_LIMITS
 from tests.runner.tiny_engine import EOS_ID, batch_limits
 
 VOCAB_SIZE = 96
