@@ -3,6 +3,7 @@
 Each measurement yields Runs; what they mean and how they are shown is server.bench.report's matter.
 """
 
+import os
 import random
 import signal
 import tempfile
@@ -10,8 +11,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from os import environ as os_environ
-from os import kill
 from pathlib import Path
 from typing import Any
 
@@ -122,11 +121,11 @@ def _first_ever(plan: Plan) -> Run:
         variables = {name: str(caches / name.lower()) for name in _CACHE_VARIABLES}
         for value in variables.values():
             Path(value).mkdir(parents=True)
-        variables |= {"PATH": path_without_compilers(os_environ.get("PATH", ""), Path(folder) / "path")}
+        variables |= {"PATH": path_without_compilers(os.environ.get("PATH", ""), Path(folder) / "path")}
         variables |= {"CC": "", "CXX": "", "CUDA_HOME": ""}
-        if "HF_HOME" not in os_environ and "HF_HUB_CACHE" not in os_environ:  # a model is no cache of ours
+        if "HF_HOME" not in os.environ and "HF_HUB_CACHE" not in os.environ:  # a model is no cache of ours
             variables["HF_HOME"] = str(
-                Path(os_environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface"
+                Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface"
             )
         command = plan.command.with_environ(variables)
         run = _start(plan, "first-ever", _make_warm(plan), command)
@@ -212,16 +211,22 @@ def _wait_ready(plan: Plan, server: ServerProcess) -> None:
     raise server.failure(f"not ready within {plan.limit_s:.0f} s")
 
 
+def ask_for_json(server: ServerProcess, method: str, path: str, body: object = None) -> Any:
+    """What a ready server answers with status 200. Raises BenchFailed."""
+    answer = ask(server.address, method, path, body)
+    if answer is None or answer.status != 200:
+        said = "nothing" if answer is None else f"{answer.status}: {answer.body[:300]!r}"
+        raise server.failure(f"{method} {path} was answered with {said}")
+    return msgspec.json.decode(answer.body)
+
+
 class _Prompts:
     """Prompts of any number of tokens, no two alike, so that no prefix is found again."""
 
-    def __init__(self, address: Address) -> None:
-        tokenized = ask(address, "POST", "/tokenize", {"inputs": _SAMPLE_TEXT})
-        info = ask(address, "GET", "/info")
-        assert tokenized is not None, "the server was ready"
-        assert info is not None, "the server was ready"
-        self._ids = [token["id"] for token in msgspec.json.decode(tokenized.body)]
-        self.max_total_tokens = int(msgspec.json.decode(info.body)["max_total_tokens"])
+    def __init__(self, server: ServerProcess) -> None:
+        tokens = ask_for_json(server, "POST", "/tokenize", {"inputs": _SAMPLE_TEXT})
+        self._ids = [token["id"] for token in tokens]
+        self.max_total_tokens = int(ask_for_json(server, "GET", "/info")["max_total_tokens"])
         self._random = random.Random(0)  # noqa: S311 (the same prompts in every run)
 
     def next(self, num_tokens: int) -> list[int]:
@@ -239,7 +244,7 @@ def _first_requests(plan: Plan) -> Run:
     notes = _make_warm(plan)
     with ServerProcess(plan.command) as server:
         _wait_ready(plan, server)
-        prompts = _Prompts(server.address)
+        prompts = _Prompts(server)
         times = []
         for _ in range(NUM_REQUESTS):
             begin = time.monotonic()
@@ -257,7 +262,7 @@ def _kills(plan: Plan, kind: str) -> Iterator[Run]:
     num_streams = plan.num_streams if kind == "kill-many" else 1
     with ServerProcess(plan.command) as server:
         _wait_ready(plan, server)
-        prompts = _Prompts(server.address)
+        prompts = _Prompts(server)
         for _ in range(plan.num_runs):
             time.sleep(_SETTLE_S)
             yield _kill(plan, kind, server, prompts, role, num_streams)
@@ -266,8 +271,7 @@ def _kills(plan: Plan, kind: str) -> Iterator[Run]:
 def _kill(plan: Plan, kind: str, server: ServerProcess, prompts: _Prompts, role: str, num_streams: int) -> Run:
     num_prompt_tokens = min(NUM_PROMPT_TOKENS, prompts.max_total_tokens // 4)
     num_tokens = min(NUM_STREAM_TOKENS, prompts.max_total_tokens - num_prompt_tokens)
-    before = _startup_of(plan, server.address)
-    assert before is not None, "only our servers are killed"
+    pids = ask_for_json(server, "GET", "/startup")["pids"]
     enough = min(num_tokens // 2, _TOKENS_BEFORE_KILL if num_streams == 1 else _TOKENS_BEFORE_KILL_OF_MANY)
     with StreamSet(server.address) as streams:
         for _ in range(num_streams):
@@ -275,7 +279,7 @@ def _kill(plan: Plan, kind: str, server: ServerProcess, prompts: _Prompts, role:
             streams.open("/v1/completions", body, num_prompt_tokens)
         if not streams.read_until(lambda all_: all(len(one.arrivals) >= enough for one in all_), plan.limit_s):
             raise server.failure(f"{num_streams} streams did not get {enough} tokens each")
-        kill(before["pids"][role], signal.SIGKILL)
+        os.kill(pids[role], signal.SIGKILL)
         killed_at = time.monotonic()
         known_tokens = sum(one.num_prompt_tokens + len(one.arrivals) for one in streams.streams)
         running = [one for one in streams.streams if not one.is_complete]
