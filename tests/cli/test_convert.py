@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from server.cli.convert import convert
 from server.errors import StartupError
 from server.weights import convert as conversion
+from server.weights.checksum_file import CHECKSUM_FILE
 from server.weights.folder import HubAccess
 from server.weights.index import open_checkpoint
 from server.weights.shard_index import read_json
@@ -35,7 +36,7 @@ def test_values_are_those_of_torch_in_every_direction(
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], before[name].to(TORCH_DTYPES[target])) for name in before)
     names = {file.name for file in folder.iterdir()}
-    assert {file.name for file in (tmp_path / "out").iterdir()} == names
+    assert {file.name for file in (tmp_path / "out").iterdir()} == names | {CHECKSUM_FILE}
     checkpoint = open_checkpoint(str(tmp_path / "out"), "main", HubAccess(tmp_path, is_offline=True))
     assert checkpoint.facts.dtype == read_json(checkpoint.folder / "config.json")["dtype"] == target
 
@@ -117,4 +118,5 @@ def test_the_spelling_of_transformers_4_is_kept_and_code_and_pickles_stay_behind
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written == config | {"torch_dtype": "float16"}
     names = {file.name for file in (tmp_path / "out").iterdir()}
-    assert names == {"config.json", "generation_config.json", "model.safetensors", "LICENSE", "README.md"}
+    kept = {"config.json", "generation_config.json", "LICENSE", "README.md"}
+    assert names == kept | {"model.safetensors", CHECKSUM_FILE}
