@@ -36,7 +36,7 @@ def create_backend(
     if reason is not None:
         raise StartupError(f"{reason}; use backend = torch")
     pool_spec = kv_pool_spec(facts, limits)
-    ops = CudaOperations(
+    return CudaOperations(
         facts,
         weights,
         limits,
@@ -46,7 +46,5 @@ def create_backend(
         stream=stream,
         images=images,
         kv_pool=None if kv_pool_address is None else Buffer(kv_pool_address, pool_spec.shape, pool_spec.dtype),
+        records_steps=records_steps,
     )
-    if not records_steps:
-        ops.max_graph_requests = 0
-    return ops

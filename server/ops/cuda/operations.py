@@ -47,11 +47,12 @@ class CudaOperations:
         stream: Stream,
         images: Iterable[KernelImage],
         kv_pool: Buffer | None = None,
+        records_steps: bool = True,
     ) -> None:
         self._facts = facts
         self.limits = limits
         self.weights = weights
-        self.max_graph_requests = max_graph_requests(limits)
+        self.max_graph_requests = max_graph_requests(limits) if records_steps else 0
         self._driver, self._stream = driver, stream
         self._thread_id = threading.get_ident()
         driver.prepare_gemms()
