@@ -1,6 +1,6 @@
 """What every role of one running service shares, made by the master before any fork and inherited.
 
-The one module-level value of the process: Gunicorn calls hooks and worker classes by name, with no place to pass it.
+A module-level value, because Gunicorn calls hooks and worker classes by name, with no place to pass it.
 """
 
 import socket
