@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 from server.engine.limits import batch_limits, largest_batch_limits
 from server.engine.weights import wait_for_weights
-from server.errors import EngineDead
+from server.errors import EngineDead, StartupError
 from server.kernels.manifest import REBUILD, built_folder, read_manifest
 from server.kv import sizing
-from server.launch.board import LoaderState, Role
+from server.launch.board import Board, LoaderState, Role
 from server.launch.hand_over import send_memory
 from server.launch.service import Service
 from server.models.vocabulary import Vocabulary
@@ -52,7 +52,7 @@ def build_operations(service: Service, vocabulary: Vocabulary) -> tuple[Operatio
     board.device_name = driver.facts.name.encode()[:63]
     board.begin_stage(Role.MODEL, "libraries")
     driver.prepare_gemms()
-    images = _images(driver)
+    images = _images(board, driver)
     store = DeviceStore(driver, SumKernels.among(images))
     memory, wait = _map_weights(service, store)
     board.begin_stage(Role.MODEL, "pool, kernels")
@@ -87,11 +87,17 @@ def _wait_for_memory(service: Service) -> None:
         os.close(fd)
 
 
-def _images(driver: Driver) -> tuple[KernelImage, ...]:
-    manifest = read_manifest(built_folder())
-    if manifest is None:
-        raise EngineDead(f"the kernels in {built_folder()} have vanished since the service started: {REBUILD}")
-    return manifest.images(driver.facts.arch)
+def _images(board: Board, driver: Driver) -> tuple[KernelImage, ...]:
+    """The kernels for this GPU. That none fit is permanent, but not if they were rebuilt under a running service."""
+    try:
+        manifest = read_manifest(built_folder())
+        if manifest is None:
+            raise StartupError(f"no compiled kernels are in {built_folder()}: {REBUILD}")
+        return manifest.images(driver.facts.arch)
+    except StartupError as error:
+        if not board.ready_at:
+            raise
+        raise EngineDead(f"the kernels have changed since the service started, start it again: {error}") from error
 
 
 def _map_weights(service: Service, store: DeviceStore) -> tuple[DeviceMemory, Callable[[], None]]:

@@ -37,6 +37,7 @@ class Supervisor:
         self._notifier = notifier
         self._start_deadline = StartDeadline(service.board, service.settings.engine.load_deadline_s)
         self._has_announced = False
+        self._num_engine_starts = 0
         self._murder_workers: Callable[[], None] = arbiter.murder_workers
         self._reap_workers: Callable[[], None] = arbiter.reap_workers
         self._handle_dirty_arbiter_exit: Callable[[int, int], None] = arbiter.handle_dirty_arbiter_exit
@@ -133,6 +134,11 @@ class Supervisor:
                 logger.info("ready after %.2f s on port %d", seconds, board.port)
                 for line in describe_start(board):
                     logger.info("start: %s", line)
+            elif board.num_engine_starts > self._num_engine_starts:
+                logger.info(
+                    "ready again after %.2f s: engine %d", board.ready_at - board.lost_at, board.num_engine_starts
+                )
+            self._num_engine_starts = board.num_engine_starts
         elif not self._has_announced:
             self._notifier.status(loading_status(board))
 

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from server.engine.messages import (
@@ -43,6 +43,7 @@ messages = st.one_of(
 )
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # of a busy machine
 @given(st.lists(messages, max_size=5), st.lists(st.integers(0, 2000), max_size=8))
 def test_messages_survive_every_split_of_the_stream(sent, cuts):
     stream = b"".join(map(encode_frame, sent))

@@ -127,3 +127,22 @@ def test_of_several_failed_web_workers_only_the_first_ends_the_service(exit_code
     arbiter.reap_workers()  # during the stop: Gunicorn has no handler for a second one
     assert arbiter.num_reaped == 2
     assert board.stop == StopMode.QUICK
+
+
+def test_a_replaced_engine_is_announced_with_the_time_it_was_missed(caplog: pytest.LogCaptureFixture) -> None:
+    board = Board.create()
+    settings = SimpleNamespace(engine=SimpleNamespace(load_deadline_s=10))
+    folder = SimpleNamespace(is_intact=lambda: True)
+    service = cast(Service, SimpleNamespace(board=board, settings=settings, folder=folder))
+    supervisor = Supervisor(FailedWorkers(0), service, cast(LoaderProcess, None), Notifier())
+    board.started_at, board.ready_at, board.web_ready_at = 1.0, 2.0, 2.0
+    board.start[Role.MODEL].ready_at = 2.0
+    board.model_state, board.num_engine_starts = ModelState.READY, 1
+    with caplog.at_level("INFO"):
+        supervisor.look_at_board()
+        supervisor.look_at_board()
+        assert "ready again" not in caplog.text
+        board.lost_at, board.ready_at, board.num_engine_starts = 5.0, 5.25, 2
+        supervisor.look_at_board()
+        supervisor.look_at_board()
+    assert caplog.text.count("ready again after 0.25 s: engine 2") == 1

@@ -158,3 +158,10 @@ def test_a_broken_list_of_sums_is_refused_by_name(tmp_path: Path, content: str, 
 
 def test_without_a_list_nothing_is_expected(tmp_path: Path) -> None:
     assert read_checksums(tmp_path, ["a"]) is None
+
+
+def test_a_list_that_is_a_link_to_nowhere_is_refused(tmp_path: Path) -> None:
+    """A hub cache whose download was cut off: served without a word, it would not be verified."""
+    (tmp_path / CHECKSUM_FILE).symlink_to(tmp_path / "blobs" / "missing")
+    with pytest.raises(StartupError, match=CHECKSUM_FILE):
+        read_checksums(tmp_path, ["a"])
