@@ -102,6 +102,7 @@ class Startup(msgspec.Struct, frozen=True):
 
     ready_s: float | None
     device: str
+    backend: str
     pids: dict[str, int]
     stages: list[Row]
     critical_path: list[Segment]
@@ -138,6 +139,7 @@ def read_startup(board: Board, backend: str) -> Startup:
     return Startup(
         ready_s=view.seconds(done_at) if done_at else None,
         device=view.device,
+        backend=backend,
         pids={"master": board.master_pid, "arbiter": board.arbiter_pid, "model": board.model_pid},
         stages=rows,
         critical_path=path,

@@ -7,7 +7,7 @@ from server.bench.report import format_report, make_report, median_run
 from server.bench.startup import Run
 
 
-def startup(device: str) -> dict[str, object]:
+def startup(device: str, backend: str) -> dict[str, object]:
     row = {
         "role": "loader",
         "stage": "weights",
@@ -21,12 +21,19 @@ def startup(device: str) -> dict[str, object]:
         "passed": True,
         "is_critical": True,
     }
-    return {"device": device, "stages": [row], "restarts": {"model": {"began_s": 1.0, "stages": [row]}}}
+    return {
+        "device": device,
+        "backend": backend,
+        "stages": [row],
+        "restarts": {"model": {"began_s": 1.0, "stages": [row]}},
+    }
 
 
-def runs(device: str) -> list[Run]:
-    starts = [Run("warm", {"answer": seconds}, {}, startup(device)) for seconds in (1.1, 1.6, 1.2)]
-    kills = [Run("kill-many", {"first_pause": 0.5, "last_pause": 1.2}, {"known_tokens": 20_000}, startup(device))]
+def runs(device: str, backend: str = "cuda") -> list[Run]:
+    starts = [Run("warm", {"answer": seconds}, {}, startup(device, backend)) for seconds in (1.1, 1.6, 1.2)]
+    kills = [
+        Run("kill-many", {"first_pause": 0.5, "last_pause": 1.2}, {"known_tokens": 20_000}, startup(device, backend))
+    ]
     return [*starts, *kills, Run("requests", {"difference": -0.02}), Run("requests", {"difference": 0.001})]
 
 
@@ -41,6 +48,12 @@ def test_median_worst_and_targets() -> None:
     assert lines["kill-many", "first_pause"].met
     difference = lines["requests", "difference"]
     assert (difference.worst, difference.met) == (-0.02, False)
+
+
+def test_the_torch_backend_has_a_target_of_its_own() -> None:
+    report = make_report(runs("NVIDIA H200", "torch"), {}, "us")
+    targets = {(line.kind, line.measure): line.target for line in report.summary if line.target is not None}
+    assert targets == {("warm", "answer"): 4.0}
 
 
 def test_there_are_no_targets_on_other_machines() -> None:
