@@ -21,7 +21,7 @@ from server.models.vocabulary import Vocabulary
 from server.ops.cuda.backend import create_backend
 from server.ops.cuda.buffer import Buffer
 from server.ops.cuda.cublas import load_cublas
-from server.ops.cuda.driver import Driver, KernelImage, OutOfDeviceMemory
+from server.ops.cuda.driver import Driver, KernelImage
 from server.ops.cuda.nvidia import NvidiaDriver
 from server.ops.cuda.sizes import activation_bound_bytes, kv_pool_spec, max_graph_requests
 from server.ops.cuda.weights import weight_buffers
@@ -147,9 +147,8 @@ def _wait_for_free_memory(driver: Driver, num_bytes: int) -> None:
     deadline = time.monotonic() + FREE_MEMORY_LIMIT_S
     while (free_bytes := driver.memory_info()[0]) < num_bytes:
         if time.monotonic() > deadline:
-            raise OutOfDeviceMemory(
-                f"{num_bytes // sizing.MIB} MiB beside the weights, {free_bytes // sizing.MIB} MiB are free",
-                2,
-                "full GPU",
+            raise EngineDead(
+                f"{num_bytes // sizing.MIB} MiB are needed beside weights and KV pool, {free_bytes // sizing.MIB} MiB "
+                f"of the GPU are free after {FREE_MEMORY_LIMIT_S:.0f} s: end what else uses it (nvidia-smi lists it)"
             )
         time.sleep(_POLL_S)

@@ -21,7 +21,7 @@ from server.launch.fork_check import forked_at
 from server.launch.parent_death import die_with_parent
 from server.launch.service import Service, current_service
 from server.launch.supervisor import wake_master
-from server.ops.cuda.driver import DriverError
+from server.ops.cuda.driver import DriverError, OutOfDeviceMemory
 from server.telemetry.logging import configure_logging
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def run_engine(service: Service) -> None:
     except Exception as error:
         if board.stop or board.halt_code:  # whoever waited for something gave up because the service ends
             os._exit(ExitCode.STOPPED)
-        if isinstance(error, DriverError):
+        if isinstance(error, DriverError) and not isinstance(error, OutOfDeviceMemory):  # that harms no context
             note_device_fault(board, error)
         logger.exception("the engine failed")
         if board.model_state != ModelState.READY and board.boot_attempts >= max_attempts:
