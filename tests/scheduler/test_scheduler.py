@@ -525,6 +525,7 @@ def _result(plan: StepPlan) -> StepResult:
     return StepResult(plan.step, tokens)
 
 
+@pytest.mark.slow  # not under coverage, whose tracing takes ten times as long
 def test_planning_and_reading_a_step_of_256_decodes_takes_little_host_time() -> None:
     """Measured 0.4 ms on two 2.x GHz cores; the bound leaves room for a busy machine."""
     limits = SchedulerLimits(1024, 256, 512, 1024, 1 << 20)

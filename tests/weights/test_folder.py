@@ -140,7 +140,11 @@ def test_an_uncached_id_is_refused_when_offline_with_all_that_was_tried(reposito
         ("../x", "not a hub id"),
     ],
 )
-def test_what_is_neither_folder_nor_id_is_refused(tmp_path: Path, path: str, named: str) -> None:
+def test_what_is_neither_folder_nor_id_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, named: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")  # where ../x is nothing
     with pytest.raises(StartupError, match=named):
         find_folder(path, "main", HubAccess(tmp_path, is_offline=False))
 
