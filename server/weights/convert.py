@@ -7,7 +7,6 @@ of mixed dtypes. Values that the new dtype cannot hold are refused.
 import os
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +18,10 @@ from server.weights.copy_plan import Copy
 from server.weights.folder import CONFIG_FILE
 from server.weights.index import STORED_DTYPES
 from server.weights.loader import read_fully
-from server.weights.memory import default_num_threads
 from server.weights.rounding import LARGEST, STORED_NAMES, first_overflow, from_float32, to_float32
 from server.weights.shard import ELEMENT_BYTES, SourceTensor, open_regular
 from server.weights.shard_index import INDEX_FILE, read_json, read_tensors
+from server.weights.threads import for_each
 from server.weights.writer import PlannedFile, create_file, new_folder, plan_file, write_fully, write_index, write_json
 
 PIECE_ELEMENTS = 1 << 20  # times about 12 bytes and the number of threads: the memory needed
@@ -105,10 +104,8 @@ def _convert_file(
         checksums.add(piece.tensor_name, partial_sum(data, piece.dest_begin))
 
     try:
-        # The pool ends first: no thread may use a descriptor that is closed.
-        with create_file(target, plan) as target_fd, ThreadPoolExecutor(default_num_threads()) as pool:
-            for _ in pool.map(convert, _pieces(tensors, plan)):
-                pass  # a failed piece raises here, and cancels those that wait
+        with create_file(target, plan) as target_fd:
+            for_each(convert, _pieces(tensors, plan))
     finally:
         os.close(source_fd)
 

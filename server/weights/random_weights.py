@@ -4,9 +4,7 @@ Knows the tensors that a model's facts call for; does not know tokenizers or con
 quantiles of a normal distribution, so that drawing one costs 16 random bits and a table look-up.
 """
 
-import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -19,6 +17,7 @@ from server.weights.checksum import partial_sum
 from server.weights.checksum_file import ChecksumCollector
 from server.weights.layout import source_shapes, weight_layout
 from server.weights.rounding import STORED_NAMES, from_float32
+from server.weights.threads import for_each
 from server.weights.writer import PlannedFile, create_file, plan_file, shard_name, write_fully, write_index
 
 STD = 0.02  # with norms of 1 the logits have a standard deviation of STD * sqrt(hidden_size): about 1
@@ -51,10 +50,7 @@ def write_random_weights(folder: Path, facts: ModelFacts, seed: int, max_shard_b
     ones = from_float32(np.ones(PIECE_ELEMENTS, dtype=np.float32), facts.dtype)
     checksums = ChecksumCollector()
     for file_number, (file_name, plan) in enumerate(plans.items()):
-        with (
-            create_file(folder / file_name, plan) as fd,
-            ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
-        ):
+        with create_file(folder / file_name, plan) as fd:
 
             def write(piece: _Piece, fd: int = fd) -> None:
                 is_norm = piece.tensor_name.endswith("norm.weight")
@@ -63,8 +59,7 @@ def write_random_weights(folder: Path, facts: ModelFacts, seed: int, max_shard_b
                 write_fully(fd, data, piece.offset)
                 checksums.add(piece.tensor_name, partial_sum(data, piece.begin))
 
-            for _ in pool.map(write, _pieces(plan, file_number, DTYPE_BYTES[facts.dtype])):
-                pass  # a failed piece raises here
+            for_each(write, _pieces(plan, file_number, DTYPE_BYTES[facts.dtype]))
     write_index(folder, plans)
     checksums.write(folder)
 

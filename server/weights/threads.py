@@ -1,0 +1,61 @@
+"""Runs a function over many items in threads, so that a signal can end it at any moment.
+
+A pool of concurrent.futures cannot: a handler that raises while the main thread is inside one of its locks leaves the
+lock held, and the shutdown waits for it for ever. Here the main thread holds no lock that a worker wants.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def for_each(work: Callable[[T], None], items: Iterable[T]) -> None:
+    """Call `work` for every item, in as many threads as this process may use cores; items are taken in their order.
+
+    The first failure, or an exception in the calling thread (Ctrl-C), stops all threads and is raised.
+    """
+    iterator, lock = iter(items), threading.Lock()
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            while not failures:
+                with lock:
+                    item = next(iterator)
+                work(item)
+        except StopIteration:
+            pass
+        except BaseException as error:  # handed to the caller's thread, which raises it
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, daemon=True) for _ in os.sched_getaffinity(0)]
+    try:
+        _start(threads)
+        for thread in threads:
+            thread.join()
+    except BaseException as error:
+        failures.append(error)
+        for thread in threads:
+            if thread.ident is not None:  # it was started
+                thread.join()
+        raise
+    if failures:
+        raise failures[0]
+
+
+def _start(threads: Iterable[threading.Thread]) -> None:
+    """Without a signal in between: starting one takes a lock that the new thread wants."""
+    if threading.current_thread() is not threading.main_thread():
+        for thread in threads:
+            thread.start()
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        for thread in threads:
+            thread.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
