@@ -8,9 +8,9 @@ import mmap
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import count
 from pathlib import Path
+
+from server.weights.threads import for_each
 
 _PAGE = mmap.PAGESIZE
 _CHUNK_BYTES = 4 << 20
@@ -68,20 +68,16 @@ def read_files(paths: Sequence[Path], max_bytes: int | None = None) -> float:
     if max_bytes is not None:
         chunks = chunks[: max(1, max_bytes // _CHUNK_BYTES)]
     fds = {path: os.open(path, os.O_RDONLY) for path in paths}
-    numbers = count()
+    num_read = [0] * len(chunks)
 
-    def read_some() -> int:
-        num_read, buffer = 0, bytearray(_CHUNK_BYTES)
-        while (number := next(numbers)) < len(chunks):
-            path, offset = chunks[number]
-            num_read += os.preadv(fds[path], [buffer], offset)
-        return num_read
+    def read(number: int) -> None:
+        path, offset = chunks[number]
+        num_read[number] = os.preadv(fds[path], [bytearray(_CHUNK_BYTES)], offset)
 
     begin = time.monotonic()
     try:
-        with ThreadPoolExecutor(_NUM_READERS) as pool:
-            num_bytes = sum(future.result() for future in [pool.submit(read_some) for _ in range(_NUM_READERS)])
+        for_each(read, range(len(chunks)), _NUM_READERS)
     finally:
         for fd in fds.values():
             os.close(fd)
-    return num_bytes / max(time.monotonic() - begin, 1e-9)
+    return sum(num_read) / max(time.monotonic() - begin, 1e-9)

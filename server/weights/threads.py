@@ -13,8 +13,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def for_each(work: Callable[[T], None], items: Iterable[T]) -> None:
-    """Call `work` for every item, in as many threads as this process may use cores; items are taken in their order.
+def for_each(work: Callable[[T], None], items: Iterable[T], num_threads: int = 0) -> None:
+    """Call `work` for every item, in `num_threads` threads, 0: as many as there are cores. Items are taken in order.
 
     The first failure, or an exception in the calling thread (Ctrl-C), stops all threads and is raised.
     """
@@ -32,7 +32,7 @@ def for_each(work: Callable[[T], None], items: Iterable[T]) -> None:
         except BaseException as error:  # handed to the caller's thread, which raises it
             failures.append(error)
 
-    threads = [threading.Thread(target=run, daemon=True) for _ in os.sched_getaffinity(0)]
+    threads = [threading.Thread(target=run, daemon=True) for _ in range(num_threads or len(os.sched_getaffinity(0)))]
     try:
         _start(threads)
         for thread in threads:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -35,8 +36,11 @@ def forking(manner: str) -> ServerCommand:
 
 
 def wait_for_fork(server: ServerProcess) -> None:
+    deadline = time.monotonic() + 30
     while len(members(server.pid)) < 2:
         server.check_alive()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
 def test_children_that_ignore_the_stop_are_killed() -> None:
