@@ -134,6 +134,7 @@ def test_every_block_is_in_one_state_whatever_is_leased_held_kept_and_returned(
     assert pool.num_free == num_blocks - 1
 
 
+@pytest.mark.slow  # not under coverage, whose tracing takes ten times as long
 @pytest.mark.parametrize("is_cached", [False, True])
 def test_lease_of_16_blocks_at_95_percent_full_takes_microseconds(is_cached: bool) -> None:
     """Measured 0.8 us from empty blocks, 3.2 us when all are cached; the bound leaves room for a busy machine."""
