@@ -95,11 +95,16 @@ def test_another_server_is_measured_in_the_same_way_also_cold(tmp_path: Path) ->
         assert run["startup"] is None
 
 
+def obey_signals() -> None:
+    """In the child: whoever runs tests in the background may have had SIGINT or SIGHUP ignored (nohup), and a child
+    inherits that."""
+    for signal_number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(signal_number, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_bench_that_is_stopped_takes_its_server_with_it(tiny_model: Path, signal_number: int) -> None:
     command = bench("--profile", "test", "--model", str(tiny_model), "--what", "warm")
-    # A shell that runs tests in the background may have had SIGINT ignored.
-    restore = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler)}
     with (
         tempfile.TemporaryDirectory(prefix="t-") as folder,  # a killed bench leaves its folder
         subprocess.Popen(
@@ -108,7 +113,7 @@ def test_a_bench_that_is_stopped_takes_its_server_with_it(tiny_model: Path, sign
             env=os.environ | {"TMPDIR": folder},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            **restore,
+            preexec_fn=obey_signals,
         ) as process,
     ):
         while not (servers := children(process.pid)) or not children(servers[0]):
