@@ -7,10 +7,12 @@ lock held, and the shutdown waits for it for ever. Here the main thread holds no
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
+_POLL_S = 0.002
 
 
 def for_each(work: Callable[[T], None], items: Iterable[T], num_threads: int = 0) -> None:
@@ -20,6 +22,7 @@ def for_each(work: Callable[[T], None], items: Iterable[T], num_threads: int = 0
     """
     iterator, lock = iter(items), threading.Lock()
     failures: list[BaseException] = []
+    ended: list[None] = []
 
     def run() -> None:
         try:
@@ -31,17 +34,22 @@ def for_each(work: Callable[[T], None], items: Iterable[T], num_threads: int = 0
             pass
         except BaseException as error:  # handed to the caller's thread, which raises it
             failures.append(error)
+        finally:
+            ended.append(None)
 
     threads = [threading.Thread(target=run, daemon=True) for _ in range(num_threads or len(os.sched_getaffinity(0)))]
+
+    def wait() -> None:
+        # Not by join: an exception in it makes Python take a running thread for one that has ended.
+        while len(ended) < sum(thread.ident is not None for thread in threads):
+            time.sleep(_POLL_S)
+
     try:
         _start(threads)
-        for thread in threads:
-            thread.join()
+        wait()
     except BaseException as error:
         failures.append(error)
-        for thread in threads:
-            if thread.ident is not None:  # it was started
-                thread.join()
+        wait()
         raise
     if failures:
         raise failures[0]
