@@ -37,7 +37,7 @@ def for_each(work: Callable[[T], None], items: Iterable[T], num_threads: int = 0
         finally:
             ended.append(None)
 
-    threads = [threading.Thread(target=run, daemon=True) for _ in range(num_threads or len(os.sched_getaffinity(0)))]
+    threads = [threading.Thread(target=run) for _ in range(num_threads or len(os.sched_getaffinity(0)))]
 
     def wait() -> None:
         # Not by join: an exception in it makes Python take a running thread for one that has ended.

@@ -45,8 +45,7 @@ import itertools, signal, sys
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 from server.weights.threads import for_each
 print("ready", flush=True)
-while True:
-    for_each(lambda number: sum(range(number % 50)), range(200))
+for_each(lambda number: sum(range(number % 50)), itertools.count())
 """
 
 
