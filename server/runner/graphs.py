@@ -41,6 +41,7 @@ class DecodeGraphs(Generic[BufferT]):
         self._graphs: dict[int, StepGraph] = {}
         self._has_run: set[int] = set()  # sizes whose kernels are loaded: only those may be recorded
         self._next_recording_at = 0.0
+        self.replayed_size = 0  # rows of the graph that the step replayed, whose runner begins it with 0
 
     @property
     def num_graphs(self) -> int:
@@ -63,14 +64,11 @@ class DecodeGraphs(Generic[BufferT]):
         if size not in self._graphs and size in self._has_run and self._clock() >= self._next_recording_at:
             self.record(shape)
         if size in self._graphs:
+            self.replayed_size = size
             self._ops.replay(self._graphs[size], shape)
         else:
             self._run(act)
             self._has_run.add(size)
-
-    def has_graph(self, size: int) -> bool:
-        """Whether a step of this size will be replayed."""
-        return size in self._graphs
 
     def has_run(self, size: int) -> bool:
         """Whether a step of this size has run, so that it may be recorded."""

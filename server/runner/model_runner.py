@@ -50,7 +50,11 @@ class ModelRunner(Generic[BufferT]):
         self._decoder = Decoder(facts, ops)
         self._batch = InputBatch(ops.limits)
         self._graphs = DecodeGraphs(ops, self._run)
-        self.graph_size = 0  # rows of the graph that the last step replayed, 0: its operations were issued one by one
+
+    @property
+    def graph_size(self) -> int:
+        """Rows of the graph that the last step replayed; 0: its operations were issued one by one."""
+        return self._graphs.replayed_size
 
     @property
     def num_graphs(self) -> int:
@@ -71,7 +75,7 @@ class ModelRunner(Generic[BufferT]):
                 self._batch.reset_slot(reset.slot, sampling)
                 ops.reset_slot(reset.slot, sampling)
             num_rows = self._graphs.padded_size(len(plan.chunks)) if _is_decode(plan) else None
-            self.graph_size = 0
+            self._graphs.replayed_size = 0
             if num_rows is None:
                 shape = self._batch.fill(plan, ops.next_staging())
                 act = ops.begin_step(shape)
@@ -80,9 +84,7 @@ class ModelRunner(Generic[BufferT]):
                     ops.sample(act.logits)
             else:
                 shape = self._batch.fill_decodes(plan, ops.next_staging(), num_rows)
-                act = ops.begin_step(shape)
-                self.graph_size = num_rows if self._graphs.has_graph(num_rows) else 0
-                self._graphs.run_decodes(shape, act)
+                self._graphs.run_decodes(shape, ops.begin_step(shape))
             return PendingStep(plan, ops.fetch_tokens())
 
     def prepare(self) -> bool:

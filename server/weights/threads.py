@@ -20,7 +20,7 @@ def for_each(work: Callable[[T], None], items: Iterable[T], num_threads: int = 0
 
     The first failure, or an exception in the calling thread (Ctrl-C), stops all threads and is raised.
     """
-    iterator, lock = iter(items), threading.Lock()
+    boxed, lock = ((item,) for item in items), threading.Lock()  # so that an end is told from any item
     failures: list[BaseException] = []
     ended: list[None] = []
 
@@ -28,10 +28,10 @@ def for_each(work: Callable[[T], None], items: Iterable[T], num_threads: int = 0
         try:
             while not failures:
                 with lock:
-                    item = next(iterator)
-                work(item)
-        except StopIteration:
-            pass
+                    found = next(boxed, None)
+                if found is None:
+                    break
+                work(found[0])
         except BaseException as error:  # handed to the caller's thread, which raises it
             failures.append(error)
         finally:

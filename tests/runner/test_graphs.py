@@ -37,7 +37,7 @@ def decode_shape(size: int) -> StepShape:
 
 
 @pytest.mark.parametrize("max_requests", [0, 1, 2, 3, 7, 8, 9, 64, 100, 256, 1024])
-def test_sizes_rise_to_the_largest_batch_and_pad_at_most_an_eighth(max_requests: int) -> None:
+def test_sizes_rise_to_the_largest_batch_by_at_most_a_quarter(max_requests: int) -> None:
     sizes = graph_sizes(max_requests)
     assert list(sizes) == sorted(set(sizes))
     assert (sizes[-1] if sizes else 0) == max_requests
@@ -53,9 +53,11 @@ def test_a_size_is_recorded_after_it_has_run_and_not_too_often() -> None:
     for size in (1, 1, 2, 2):
         graphs.run_decodes(decode_shape(size), None)  # type: ignore[arg-type]
     assert backend.events == ["run", "capture 1", "replay 1", "run", "run"]
+    assert graphs.replayed_size == 1
     now[0] = MIN_INTERVAL_S
     graphs.run_decodes(decode_shape(2), None)  # type: ignore[arg-type]
     assert backend.events[5:] == ["capture 2", "replay 2"]
+    assert graphs.replayed_size == 2  # also in the step that recorded it
     assert (graphs.num_graphs, graphs.missing_size) == (2, 4)
     assert [graphs.padded_size(n) for n in (1, 2, 3, 4, 5)] == [1, 2, 4, 4, None]
 

@@ -40,6 +40,15 @@ def test_the_first_failure_ends_all_and_is_raised() -> None:
         assert not thread.is_alive()
 
 
+def test_no_kind_of_failure_is_taken_for_the_end() -> None:
+    def work(number: int | None) -> None:
+        if number is None:
+            raise StopIteration
+
+    with pytest.raises(StopIteration):
+        for_each(work, [1, 2, None, 3])
+
+
 ENDLESS = """
 import itertools, signal, sys
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
