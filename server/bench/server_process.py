@@ -120,19 +120,28 @@ class ServerProcess:
         """Everything that it started and that stayed in its group, until the last one has gone."""
         deadline = time.monotonic() + _GONE_LIMIT_S
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            while time.monotonic() < deadline and (self._process.poll() is None or _has_living_member(self.pid)):
+            while time.monotonic() < deadline and (self._process.poll() is None or living_members(self.pid)):
                 os.killpg(self.pid, signal.SIGKILL)
                 time.sleep(0.005)
 
 
-def _has_living_member(session: int) -> bool:
-    """Whether a process of the session lives: the dead may stay as zombies where nobody reaps orphans."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, _, found = path.read_text().rpartition(") ")[2].split()[:4]
-            if int(found) == session and state not in "ZX":
-                return True
-    return False
+def living_members(session: int) -> list[int]:
+    """Pids of the session's processes that live."""
+    pids = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
+    return [pid for pid in pids if living_session(pid) == session]
+
+
+def living_session(pid: int) -> int | None:
+    """The session of a process that lives; None for the dead, who may stay as zombies where nobody reaps orphans.
+
+    A zombie lives while it has other threads: they hold its files and sockets until the last of them has gone.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    except OSError:
+        return None
+    is_dead = fields[0] in "ZX" and int(fields[17]) <= 1
+    return None if is_dead else int(fields[3])
 
 
 def free_port() -> int:

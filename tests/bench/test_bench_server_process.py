@@ -1,13 +1,20 @@
 """No process of a server under test outlives its measurement."""
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from server.bench.server_process import BenchFailed, ServerCommand, ServerProcess, path_without_compilers
+from server.bench.server_process import (
+    BenchFailed,
+    ServerCommand,
+    ServerProcess,
+    living_members,
+    path_without_compilers,
+)
 
 FORKING_SERVER = """
 import os, signal, sys, time
@@ -19,16 +26,12 @@ time.sleep(600)
 """
 
 
-def members(session: int) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, _, own = path.read_text().rpartition(") ")[2].split()[:4]
-        except OSError:
-            continue
-        if int(own) == session and state not in "ZX":
-            found.append(int(path.parent.name))
-    return found
+# The main thread ends by itself (system call exit of x86-64 and arm64), the other one goes on.
+LEADER_THAT_ENDS_FIRST = """
+import ctypes, platform, sys, threading, time
+threading.Thread(target=sys.stdin.readline).start()
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)
+"""
 
 
 def forking(manner: str) -> ServerCommand:
@@ -37,17 +40,35 @@ def forking(manner: str) -> ServerCommand:
 
 def wait_for_fork(server: ServerProcess) -> None:
     deadline = time.monotonic() + 30
-    while len(members(server.pid)) < 2:
+    while len(living_members(server.pid)) < 2:
         server.check_alive()
         assert time.monotonic() < deadline
         time.sleep(0.002)
+
+
+def test_a_process_lives_until_its_last_thread_has_ended() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", LEADER_THAT_ENDS_FIRST], stdin=subprocess.PIPE, start_new_session=True
+    ) as process:
+        deadline = time.monotonic() + 30
+        while ") Z " not in Path(f"/proc/{process.pid}/stat").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        assert living_members(process.pid) == [process.pid]
+        assert process.stdin is not None
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        while living_members(process.pid):
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        assert process.returncode is None  # nobody has taken its end yet: a zombie of no threads is dead
 
 
 def test_children_that_ignore_the_stop_are_killed() -> None:
     with ServerProcess(forking("polite")) as server:
         wait_for_fork(server)
         pid = server.pid
-    assert members(pid) == []
+    assert living_members(pid) == []
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
@@ -62,7 +83,7 @@ def test_after_a_failure_or_ctrl_c_nothing_is_asked_and_nothing_lives(error: typ
 
     with pytest.raises(error):
         fail()
-    assert members(pids[0]) == []
+    assert living_members(pids[0]) == []
 
 
 def reason_of(command: ServerCommand) -> str:

@@ -13,10 +13,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from server.bench.server_process import living_members, living_session
 from server.launch.board import Board, ModelState
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +83,7 @@ class ProcessService:
 
     def processes(self) -> list[int]:
         """All living processes of the service, the master among them."""
-        return [pid for pid in _all_pids() if _session(pid) == self.pid]
+        return living_members(self.pid)
 
     def web_workers(self) -> list[int]:
         """Children of the master that are neither arbiter nor loader."""
@@ -222,7 +223,7 @@ def children(pid: int) -> list[int]:
         pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
         return []
-    return [int(child) for child in pids if _session(int(child)) is not None]
+    return [int(child) for child in pids if living_session(int(child)) is not None]
 
 
 def num_threads(pid: int) -> int:
@@ -239,19 +240,6 @@ def is_port_open(address: tuple[str, int]) -> bool:
     """Whether somebody accepts."""
     with socket.socket() as sock:
         return sock.connect_ex(address) == 0
-
-
-def _all_pids() -> Iterator[int]:
-    return (int(name) for name in os.listdir("/proc") if name.isdigit())
-
-
-def _session(pid: int) -> int | None:
-    """The session of a living process; None for zombies and the dead."""
-    try:
-        state, _, _, session = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[:4]
-    except OSError:
-        return None
-    return None if state in "ZX" else int(session)
 
 
 def _signal(pid: int, signal_number: int) -> None:

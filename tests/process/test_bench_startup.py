@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from server.bench.server_process import living_members
 from tests.process.harness import ROOT, children
 
 OTHER_SERVER = """
@@ -122,7 +123,7 @@ def test_a_bench_that_is_stopped_takes_its_server_with_it(tiny_model: Path, sign
         process.send_signal(signal_number)
         assert process.wait(20) != 0
     deadline = time.monotonic() + 3
-    while living := [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if is_member(pid, servers[0])]:
+    while living := living_members(servers[0]):
         assert time.monotonic() < deadline, living
 
 
@@ -143,14 +144,6 @@ def test_a_report_that_cannot_be_written_is_shown_all_the_same(tiny_model: Path)
     assert result.returncode == 4
     assert "everyone waited for it" in result.stdout
     assert result.stderr == "model-server: --json /dev/full: No space left on device\n"
-
-
-def is_member(pid: int, session: int) -> bool:
-    try:
-        state, _, _, found = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[:4]
-    except OSError:
-        return False
-    return int(found) == session and state not in "ZX"
 
 
 @pytest.mark.parametrize(
