@@ -209,6 +209,16 @@ class Operations(Protocol[BufferT]):
         """out = x @ weight.T + bias, summed in fp32, rounded once."""
         ...
 
+    def linear_add_norm(
+        self, x: BufferT, layer: Linear[BufferT], delta: BufferT, residual: BufferT, norm_weight: BufferT, out: BufferT
+    ) -> None:
+        """residual += x @ weight.T + bias, then out = rms_norm(residual). `delta` is scratch for the rounded sum."""
+        ...
+
+    def gated_linear(self, x: BufferT, layer: Linear[BufferT], gate_up: BufferT, out: BufferT) -> None:
+        """out = silu(gate) * up of x @ weight.T + bias. `gate_up` is scratch for the two, if rounded."""
+        ...
+
     def rotate_and_store(self, layer: int, qkv: BufferT, q_norm: BufferT | None, k_norm: BufferT | None) -> None:
         """Norm (if any) and rotate q and k in place, then k and v to the pool. A row: per KV head its q heads, k, v."""
         ...

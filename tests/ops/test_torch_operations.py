@@ -187,6 +187,30 @@ def test_gate_pairs_the_halves_of_each_block(bench: Bench) -> None:
     assert_rounded(out, (gate * gate.sigmoid() * up).flatten(1))
 
 
+def test_linear_add_norm_is_its_parts(bench: Bench) -> None:
+    x, weight = bench.random(18, 48), bench.random(FACTS.hidden_size, 48, scale=0.2)
+    norm_weight, bias = torch.randn(FACTS.hidden_size), bench.random(FACTS.hidden_size)
+    residual, delta = torch.randn(18, FACTS.hidden_size), bench.random(18, FACTS.hidden_size)
+    expected, normed, out = residual.clone(), torch.empty_like(delta), torch.empty_like(delta)
+    bench.ops.linear(x, Linear(weight, bias), delta)
+    bench.ops.add_rms_norm(expected, delta, norm_weight, normed)
+    delta.fill_(float("nan"))
+    bench.ops.linear_add_norm(x, Linear(weight, bias), delta, residual, norm_weight, out)
+    assert torch.equal(residual, expected)
+    assert torch.equal(out, normed)
+
+
+def test_gated_linear_is_its_parts(bench: Bench) -> None:
+    x, width = bench.random(18, FACTS.hidden_size), FACTS.intermediate_size
+    weight = bench.random(2 * width, FACTS.hidden_size, scale=0.2)
+    gate_up, expected, out = bench.random(18, 2 * width), bench.random(18, width), bench.random(18, width)
+    bench.ops.linear(x, Linear(weight, None), gate_up)
+    bench.ops.gate(gate_up, expected)
+    gate_up.fill_(float("nan"))
+    bench.ops.gated_linear(x, Linear(weight, None), gate_up, out)
+    assert torch.equal(out, expected)
+
+
 def test_gather_samples_takes_the_rows_of_the_step(bench: Bench) -> None:
     x, out = bench.random(18, FACTS.hidden_size), bench.random(2, FACTS.hidden_size)
     bench.ops.gather_samples(x, out)

@@ -125,6 +125,18 @@ class CudaOperations:
         """x @ weight.T + bias."""
         self._driver.gemm_async(x, layer.weight, layer.bias, out, self._gemm_workspace, self._stream)
 
+    def linear_add_norm(
+        self, x: Buffer, layer: Linear[Buffer], delta: Buffer, residual: Buffer, norm_weight: Buffer, out: Buffer
+    ) -> None:
+        """A GEMM, then the sum with the residual and its norm."""
+        self.linear(x, layer, delta)
+        self.add_rms_norm(residual, delta, norm_weight, out)
+
+    def gated_linear(self, x: Buffer, layer: Linear[Buffer], gate_up: Buffer, out: Buffer) -> None:
+        """A GEMM, then the gate."""
+        self.linear(x, layer, gate_up)
+        self.gate(gate_up, out)
+
     def rotate_and_store(self, layer: int, qkv: Buffer, q_norm: Buffer | None, k_norm: Buffer | None) -> None:
         """q and k are normed and rotated in fp32 and rounded once; k and v go to the pool."""
         facts, inputs = self._facts, self.inputs

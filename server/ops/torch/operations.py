@@ -141,6 +141,18 @@ class TorchOperations:
         else:
             torch.addmm(layer.bias, x, layer.weight.t(), out=out)
 
+    def linear_add_norm(
+        self, x: Tensor, layer: Linear[Tensor], delta: Tensor, residual: Tensor, norm_weight: Tensor, out: Tensor
+    ) -> None:
+        """A GEMM, then the sum with the residual and its norm."""
+        self.linear(x, layer, delta)
+        self.add_rms_norm(residual, delta, norm_weight, out)
+
+    def gated_linear(self, x: Tensor, layer: Linear[Tensor], gate_up: Tensor, out: Tensor) -> None:
+        """A GEMM, then the gate."""
+        self.linear(x, layer, gate_up)
+        self.gate(gate_up, out)
+
     def rotate_and_store(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> None:
         """q and k are normed and rotated in fp32 and rounded once; k and v go to the pool."""
         group_size = self._facts.group_size
