@@ -24,6 +24,7 @@ from server.ops.cuda.driver import (
     DriverError,
     Event,
     Function,
+    GemmAlgorithm,
     Graph,
     KernelImage,
     OutOfDeviceMemory,
@@ -33,6 +34,7 @@ from server.ops.cuda.driver import (
 from tests.ops.host_interpreter import HostFunction
 from tests.ops.host_memory import PAGE, BadAccess, HostMemory, Kind
 
+GEMM_VERSION = 130000  # of the library that this stands for
 MAX_GRID = (2**31 - 1, 65535, 65535)
 
 INVALID_VALUE = (1, "CUDA_ERROR_INVALID_VALUE")
@@ -72,6 +74,7 @@ class HostDriver:
     ) -> None:
         assert granularity % PAGE == 0
         self.calls: Counter[str] = Counter()
+        self.algorithms: list[GemmAlgorithm | None] = []  # asked for by each GEMM
         self.memory = HostMemory()
         self._facts = DeviceFacts("host memory", "sm_80", 4, total_bytes, granularity, can_share_memory)
         self._num_used = 0
@@ -82,6 +85,8 @@ class HostDriver:
         self._ids = itertools.count(1000)
         self._streams: set[int] = set()
         self._events: dict[int, bool] = {}  # whether recorded in a capture
+        self.clock_ms: Callable[[], float] = lambda: 0.0
+        self._recorded_ms: dict[int, float] = {}
         self._graphs: dict[int, list[Work]] = {}
         self._captures: dict[int, Capture] = {}
         self._has_gemms = False
@@ -189,10 +194,19 @@ class HostDriver:
         self._events[event] = False
         return event
 
+    def create_timed_event(self) -> Event:
+        return self.create_event()
+
+    def elapsed_ms(self, first: Event, last: Event) -> float:
+        """Work takes no time here: what `clock_ms` says has passed between the two records."""
+        self._enter("elapsed_ms", is_unsafe_in_capture=True)
+        return self._recorded_ms[last] - self._recorded_ms[first]
+
     def record(self, event: Event, stream: Stream) -> None:
         capture = self._enter("record", stream)
         self._check_event(event, "record")
         self._events[event] = capture is not None
+        self._recorded_ms[event] = self.clock_ms()
 
     def is_done(self, event: Event) -> bool:
         self._enter("is_done", is_unsafe_in_capture=True)
@@ -286,11 +300,30 @@ class HostDriver:
         self._enter("prepare_gemms", is_unsafe_in_capture=True)
         self._has_gemms = True
 
+    def gemm_version(self) -> int:
+        self._enter("gemm_version", is_unsafe_in_capture=True)
+        return GEMM_VERSION
+
+    def search_gemms(
+        self, m: int, weight: Buffer, out_dtype: str, *, has_bias: bool, workspace_bytes: int, max_results: int
+    ) -> list[GemmAlgorithm]:
+        """Two, which differ in name alone."""
+        self._enter("search_gemms", is_unsafe_in_capture=True)
+        return [GemmAlgorithm(bytes([number]) * 64, 0) for number in (1, 2)][:max_results]
+
     def gemm_async(
-        self, x: Buffer, weight: Buffer, bias: Buffer | None, out: Buffer, workspace: Buffer, stream: Stream
+        self,
+        x: Buffer,
+        weight: Buffer,
+        bias: Buffer | None,
+        out: Buffer,
+        workspace: Buffer,
+        stream: Stream,
+        algorithm: GemmAlgorithm | None = None,
     ) -> None:
         capture = self._enter("gemm_async", stream)
         _check_gemm(x, weight, bias, out)
+        self.algorithms.append(algorithm)
         assert self._has_gemms or capture is None, "prepare_gemms must come before the first capture"
         self._has_gemms = True
         call = f"gemm_async of x {x.shape}, weight {weight.shape}"

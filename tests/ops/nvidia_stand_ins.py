@@ -134,6 +134,8 @@ class StandInCublas:
         self.calls: list[str] = []
         self.failures: dict[str, int] = {}
         self.num_algorithms = 1
+        self.refused: set[int] = set()  # first words of algorithms that the check finds unfit
+        self.used: list[int] = []  # first words of the algorithms of all calls
         self.heuristics: list[dict[int, int]] = []  # the preferences of each question
         self._objects: list[dict[Any, Any]] = [{}]
 
@@ -157,14 +159,14 @@ class StandInCublas:
         handle._obj.value = 0xB1A5
 
     def do_cublasGemmEx(
-        self, handle: Any, op_a: Any, op_b: Any, m: Any, n: Any, k: Any, alpha: Any, *rest: Any
+        self, handle: Any, op_a: int, op_b: int, m: int, n: Any, k: int, alpha: Any, *rest: Any
     ) -> None:
         a, a_type, lda, b, b_type, ldb, beta, c, c_type, ldc, compute, _algorithm = rest
-        assert (handle.value, op_a.value, op_b.value, compute.value) == (0xB1A5, 1, 0, 68)
+        assert (handle.value, op_a, op_b, compute) == (0xB1A5, 1, 0, 68)
         assert (alpha._obj.value, beta._obj.value) == (1.0, 0.0)
-        left = self._matrix(a, a_type.value, k.value, m.value, lda.value)
-        right = self._matrix(b, b_type.value, k.value, n.value, ldb.value)
-        out = self._matrix(c, c_type.value, m.value, n.value, ldc.value)
+        left = self._matrix(a, a_type, k, m, lda)
+        right = self._matrix(b, b_type, k, n.value, ldb)
+        out = self._matrix(c, c_type, m, n.value, ldc)
         out.copy_(left.double().T @ right.double())
 
     def do_cublasLtMatmulDescCreate(self, made: Any, compute: Any, scale: Any) -> None:
@@ -184,21 +186,38 @@ class StandInCublas:
     do_cublasLtMatmulPreferenceSetAttribute = _set
 
     def do_cublasLtMatmulAlgoGetHeuristic(self, handle: Any, desc: Any, *rest: Any) -> None:
-        *_layouts, preference, _num_wanted, found, num_found = rest
+        *_layouts, preference, num_wanted, found, num_found = rest
         self.heuristics.append(dict(self._objects[preference.value]))
-        self.heuristics[-1][0] = self._objects[desc.value][8]  # how the bias is aligned
-        num_found._obj.value = self.num_algorithms
-        found._obj.algorithm[0] = 0xA1
+        if 8 in self._objects[desc.value]:
+            self.heuristics[-1][0] = self._objects[desc.value][8]  # how the bias is aligned
+        num_found._obj.value = min(num_wanted.value, self.num_algorithms)
+        for index in range(num_found._obj.value):
+            found[index].algorithm[0], found[index].workspace_bytes = 0xA1 + index, 512 * index
+
+    def do_cublasLtGetVersion(self) -> int:
+        return 130101
+
+    def do_cublasLtMatmulAlgoCheck(self, handle: Any, desc: Any, *rest: Any) -> int:
+        *_layouts, asked, answer = rest
+        answer._obj.workspace_bytes = asked._obj.workspace_bytes
+        return 15 if asked._obj.algorithm[0] in self.refused else 0
+
+    def do_cublasLtMatmulDescDestroy(self, desc: Any) -> None:
+        self._objects[desc.value].clear()
 
     def do_cublasLtMatmul(self, handle: Any, desc: Any, alpha: Any, *rest: Any) -> None:
         a, a_desc, b, b_desc, beta, c, _c_desc, d, d_desc, algorithm, _workspace, _num_bytes, _stream = rest
         what = self._objects[desc.value]
-        assert (what["compute"], what["scale"], what[3], what.get(4, 0), what[7]) == (68, 0, 1, 0, 4)
-        assert (alpha._obj.value, beta._obj.value, algorithm._obj.algorithm[0]) == (1.0, 0.0, 0xA1)
+        assert (what["compute"], what["scale"], what[3], what.get(4, 0)) == (68, 0, 1, 0)
+        assert (alpha._obj.value, beta._obj.value) == (1.0, 0.0)
         assert c.value == d.value
+        self.used.append(algorithm._obj.algorithm[0])
         left, right, out = (self._described(*pair) for pair in ((a, a_desc), (b, b_desc), (d, d_desc)))
-        bias = self._matrix(ctypes.c_void_p(what[8]), self._objects[d_desc.value]["type"], len(out), 1, len(out))
-        out.copy_(left.double().T @ right.double() + bias.double())
+        total = left.double().T @ right.double()
+        if what.get(7) == 4:
+            kind = self._objects[d_desc.value]["type"]
+            total += self._matrix(ctypes.c_void_p(what[8]), kind, len(out), 1, len(out)).double()
+        out.copy_(total)
 
     def _described(self, address: Any, handle: Any) -> torch.Tensor:
         layout = self._objects[handle.value]

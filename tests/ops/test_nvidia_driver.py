@@ -14,10 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.errors import StartupError
-from server.ops.cuda import cublas, nvidia
+from server.ops.cuda import cublas, cublas_lt, nvidia
 from server.ops.cuda.arguments import PackedArguments
 from server.ops.cuda.buffer import Buffer
-from server.ops.cuda.driver import Driver, DriverError, KernelImage, OutOfDeviceMemory, Parameter, Stream
+from server.ops.cuda.driver import (
+    Driver,
+    DriverError,
+    GemmAlgorithm,
+    KernelImage,
+    OutOfDeviceMemory,
+    Parameter,
+    Stream,
+)
 from server.ops.cuda.nvidia import NvidiaDriver
 from tests.ops.nvidia_stand_ins import StandInCublas, StandInCuda, real
 
@@ -456,8 +464,14 @@ class Operands:
             self.bias = None  # type: ignore[assignment]
         self.out = self._place(torch.zeros(m, n, dtype=out_dtype or dtype))
 
-    def run(self, driver: NvidiaDriver, stream: Stream, workspace: Buffer = WORKSPACE) -> None:
-        driver.gemm_async(self.x, self.weight, self.bias, self.out, workspace, stream)
+    def run(
+        self,
+        driver: NvidiaDriver,
+        stream: Stream,
+        workspace: Buffer = WORKSPACE,
+        algorithm: GemmAlgorithm | None = None,
+    ) -> None:
+        driver.gemm_async(self.x, self.weight, self.bias, self.out, workspace, stream, algorithm)
 
     def check(self) -> None:
         x, weight, bias = (tensor.double() for tensor in self.tensors)
@@ -501,12 +515,12 @@ def test_cublas_is_asked_for_the_right_product(
 def test_the_same_weight_shape_serves_other_weights_and_sizes(
     driver: NvidiaDriver, stream: Stream, blas: StandInCublas
 ) -> None:
-    for has_bias in (False, True):
-        for m in (3, 1, 3):
-            operands = Operands(m, 16, 8, has_bias=has_bias)
-            operands.run(driver, stream)
-            operands.check()
-    assert blas.calls.count("cublasLtMatmulDescCreate") == 1
+    everything = [Operands(m, 16, 8, has_bias=has_bias) for has_bias in (False, True) for m in (3, 1, 3)]
+    for operands in everything * 2:
+        operands.run(driver, stream)
+        operands.check()
+    assert blas.calls.count("cublasLtMatmulDescCreate") == 1 + 3, "one to choose by, and one for each bias"
+    assert blas.calls.count("cublasLtMatrixLayoutCreate") == 3
     assert len(blas.heuristics) == 2
 
 
@@ -544,7 +558,7 @@ def test_the_choice_of_an_algorithm_knows_workspace_and_alignment(
         operands = Operands(2, 8, 8, has_bias=True, shift=shift)
         operands.run(driver, stream)
         operands.check()
-    common = {cublas.LT_PREF_MAX_WORKSPACE_BYTES: 1 << 20, cublas.LT_PREF_REDUCTION_SCHEME_MASK: 2}
+    common = {cublas_lt.LT_PREF_MAX_WORKSPACE_BYTES: 1 << 20, cublas_lt.LT_PREF_REDUCTION_SCHEME_MASK: 2}
     assert blas.heuristics == [common | dict.fromkeys((0, 5, 6, 7, 8), alignment) for alignment in (256, 16)]
     assert blas.calls.count("cublasLtMatmulPreferenceDestroy") == 2
 
@@ -552,7 +566,7 @@ def test_the_choice_of_an_algorithm_knows_workspace_and_alignment(
 def test_the_algorithm_used_longest_ago_is_forgotten_first(
     driver: NvidiaDriver, stream: Stream, blas: StandInCublas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cublas, "MAX_ALGORITHMS", 2)
+    monkeypatch.setattr(cublas_lt, "MAX_ALGORITHMS", 2)
     for m, num_choices in ((1, 1), (2, 2), (1, 2), (3, 3), (1, 3), (2, 4)):
         operands = Operands(m, 8, 8, has_bias=True)
         operands.run(driver, stream)
@@ -566,6 +580,7 @@ def test_the_algorithm_used_longest_ago_is_forgotten_first(
         ("cublasGemmEx", False),
         ("cublasSetWorkspace_v2", False),
         ("cublasLtMatmul", True),
+        ("cublasLtMatmulDescCreate", True),
         ("cublasLtMatmulDescSetAttribute", True),
         ("cublasLtMatrixLayoutSetAttribute", True),
         ("cublasLtMatmulPreferenceSetAttribute", True),
@@ -585,7 +600,7 @@ def test_a_status_without_name_and_a_shape_without_algorithm_are_errors(
     driver: NvidiaDriver, stream: Stream, blas: StandInCublas
 ) -> None:
     blas.num_algorithms = 0
-    with pytest.raises(DriverError, match="m 3, n 8, k 16, bfloat16, with bias: no algorithm"):
+    with pytest.raises(DriverError, match="m 3, n 8, k 16, bfloat16 -> bfloat16, with bias: no algorithm"):
         Operands(3, 8, 16, has_bias=True).run(driver, stream)
     blas.failures["cublasGemmEx"] = 99
     with pytest.raises(DriverError, match=r"x \(3, 16\), weight \(8, 16\), bfloat16 -> bfloat16: unknown status"):
@@ -611,6 +626,78 @@ def test_unsuitable_operands_are_refused(driver: NvidiaDriver, stream: Stream, b
     ):
         with pytest.raises(AssertionError):
             gemm(*operands)
+
+
+def an_algorithm(first_word: int, workspace_bytes: int = 0) -> GemmAlgorithm:
+    return GemmAlgorithm(first_word.to_bytes(8, "little") + bytes(56), workspace_bytes)
+
+
+@pytest.mark.parametrize(("out_dtype", "has_bias"), [(None, False), (torch.float32, False), (None, True)])
+def test_an_algorithm_that_is_asked_for_is_checked_once_per_size_and_used(
+    driver: NvidiaDriver, stream: Stream, blas: StandInCublas, out_dtype: torch.dtype | None, has_bias: bool
+) -> None:
+    for m in (2, 2, 5):
+        operands = Operands(m, 16, 8, torch.float16, out_dtype, has_bias=has_bias)
+        operands.run(driver, stream, algorithm=an_algorithm(0xBEEF))
+        operands.check()
+    assert blas.used == [0xBEEF] * 3
+    assert blas.heuristics == []
+    assert blas.calls.count("cublasLtMatmulAlgoCheck") == 2
+    assert "cublasGemmEx" not in blas.calls
+
+
+@pytest.mark.parametrize("algorithm", [an_algorithm(0xBAD), an_algorithm(0xBEEF, workspace_bytes=2 << 20)])
+def test_an_algorithm_that_cannot_be_run_is_replaced_and_told_once(
+    driver: NvidiaDriver,
+    stream: Stream,
+    blas: StandInCublas,
+    algorithm: GemmAlgorithm,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    blas.refused = {0xBAD}
+    for m in (2, 3, 2):
+        operands = Operands(m, 16, 8)
+        operands.run(driver, stream, algorithm=algorithm)
+        operands.check()
+    assert blas.used == [0xA1] * 3
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "m 2, n 16, k 8, bfloat16 -> bfloat16" in caplog.text
+    assert "run scripts/tune-kernels" in caplog.text
+
+
+def test_an_algorithm_is_not_used_on_addresses_that_it_was_not_found_for(
+    driver: NvidiaDriver, stream: Stream, blas: StandInCublas
+) -> None:
+    operands = Operands(2, 16, 8, shift=16)
+    operands.run(driver, stream, algorithm=an_algorithm(0xBEEF))
+    operands.check()
+    assert blas.used == [0xA1]
+
+
+def test_a_search_gives_what_a_gemm_can_be_asked_for(driver: NvidiaDriver, stream: Stream, blas: StandInCublas) -> None:
+    blas.num_algorithms = 5
+    operands = Operands(3, 16, 8, has_bias=True)
+    found = driver.search_gemms(
+        3, operands.weight, operands.out.dtype, has_bias=True, workspace_bytes=1 << 20, max_results=4
+    )
+    assert found == [an_algorithm(0xA1 + index, 512 * index) for index in range(4)]
+    assert blas.heuristics[0][cublas_lt.LT_PREF_REDUCTION_SCHEME_MASK] == 2
+    for algorithm in found:
+        operands.run(driver, stream, algorithm=algorithm)
+        operands.check()
+    assert blas.used == [0xA1, 0xA2, 0xA3, 0xA4]
+    assert driver.gemm_version() == 130101
+
+
+def test_descriptors_of_more_biases_than_a_model_has_are_given_back(
+    driver: NvidiaDriver, stream: Stream, blas: StandInCublas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cublas_lt, "MAX_DESCRIPTORS", 2)
+    many = [Operands(2, 16, 8, has_bias=True) for _ in range(3)]
+    for operands in many:
+        operands.run(driver, stream)
+        operands.check()
+    assert blas.calls.count("cublasLtMatmulDescDestroy") == 2
 
 
 def test_the_library_is_not_loaded_in_a_capture(driver: NvidiaDriver, stream: Stream, blas: StandInCublas) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NewType, Protocol
 
 from server.errors import EngineDead
-from server.ops.cuda.buffer import Buffer
+from server.ops.cuda.buffer import Buffer, BufferDType
 
 Stream = NewType("Stream", int)
 Event = NewType("Event", int)
@@ -73,6 +73,14 @@ class KernelImage:
     num_warps: int
     shared_bytes: int
     path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class GemmAlgorithm:
+    """One way to run a GEMM, as the library itself notes it; means nothing to another version of the library."""
+
+    data: bytes
+    workspace_bytes: int
 
 
 class Function(Protocol):
@@ -139,6 +147,14 @@ class Driver(Protocol):
 
     def create_event(self) -> Event: ...
 
+    def create_timed_event(self) -> Event:
+        """One that remembers when it was done: for measurements, not for serving."""
+        ...
+
+    def elapsed_ms(self, first: Event, last: Event) -> float:
+        """Between two timed events that are done, on the device's clock."""
+        ...
+
     def record(self, event: Event, stream: Stream) -> None: ...
 
     def is_done(self, event: Event) -> bool:
@@ -194,14 +210,32 @@ class Driver(Protocol):
         """
         ...
 
+    def gemm_version(self) -> int:
+        """Of the GEMM library: the version for which its algorithms are good."""
+        ...
+
     def gemm_async(
-        self, x: Buffer, weight: Buffer, bias: Buffer | None, out: Buffer, workspace: Buffer, stream: Stream
+        self,
+        x: Buffer,
+        weight: Buffer,
+        bias: Buffer | None,
+        out: Buffer,
+        workspace: Buffer,
+        stream: Stream,
+        algorithm: GemmAlgorithm | None = None,
     ) -> None:
         """out [m, n] = x [m, k] @ weight [n, k].T + bias [n], summed in fp32 and rounded once to out's dtype.
 
         x and weight are both bf16 or both fp16; out is of that dtype, or without a bias fp32; bias is of that dtype.
-        m may be 0; n and k are multiples of 8. All GEMMs come from one thread.
+        m may be 0; n and k are multiples of 8. All GEMMs come from one thread. algorithm: of `search_gemms` for this
+        kind of GEMM; one that the library cannot run for m is replaced by its own choice, which is also the default.
         """
+        ...
+
+    def search_gemms(
+        self, m: int, weight: Buffer, out_dtype: BufferDType, *, has_bias: bool, workspace_bytes: int, max_results: int
+    ) -> list[GemmAlgorithm]:
+        """Algorithms for x [m, k], the library's best guess first: for measurements, not for serving."""
         ...
 
     # Graphs

@@ -12,13 +12,14 @@ from cuda.bindings import driver as cu  # type: ignore[import-untyped]
 
 from server.errors import StartupError
 from server.ops.cuda.arguments import PackedArguments
-from server.ops.cuda.buffer import Buffer
+from server.ops.cuda.buffer import Buffer, BufferDType
 from server.ops.cuda.cublas import Gemms, load_cublas
 from server.ops.cuda.driver import (
     DeviceFacts,
     DriverError,
     Event,
     Function,
+    GemmAlgorithm,
     Graph,
     KernelImage,
     OutOfDeviceMemory,
@@ -187,6 +188,14 @@ class NvidiaDriver:
         flags = cu.CUevent_flags.CU_EVENT_DISABLE_TIMING
         return Event(int(_ask(cu.cuEventCreate(flags), "cuEventCreate")))
 
+    def create_timed_event(self) -> Event:
+        """One with a time stamp."""
+        return Event(int(_ask(cu.cuEventCreate(cu.CUevent_flags.CU_EVENT_DEFAULT), "cuEventCreate")))
+
+    def elapsed_ms(self, first: Event, last: Event) -> float:
+        """Between two timed events that are done."""
+        return float(_ask(cu.cuEventElapsedTime(first, last), "cuEventElapsedTime"))
+
     def record(self, event: Event, stream: Stream) -> None:
         """The event is done when what `stream` holds now is done."""
         result = cu.cuEventRecord(event, stream)
@@ -285,17 +294,37 @@ class NvidiaDriver:
         if self._gemms is None:
             self._gemms = Gemms(load_cublas())
 
+    def gemm_version(self) -> int:
+        """Of cublasLt."""
+        return self._prepared().version
+
     def gemm_async(
-        self, x: Buffer, weight: Buffer, bias: Buffer | None, out: Buffer, workspace: Buffer, stream: Stream
+        self,
+        x: Buffer,
+        weight: Buffer,
+        bias: Buffer | None,
+        out: Buffer,
+        workspace: Buffer,
+        stream: Stream,
+        algorithm: GemmAlgorithm | None = None,
     ) -> None:
         """out [m, n] = x [m, k] @ weight [n, k].T + bias [n], summed in fp32 and rounded once to out's dtype."""
+        self._prepared().run(x, weight, bias, out, workspace, stream, algorithm)
+        if self._sync_launches:
+            self._settle(f"GEMM {x.shape} x {weight.shape} {x.dtype} -> {out.dtype}", stream)
+
+    def search_gemms(
+        self, m: int, weight: Buffer, out_dtype: BufferDType, *, has_bias: bool, workspace_bytes: int, max_results: int
+    ) -> list[GemmAlgorithm]:
+        """What cublasLt's heuristic thinks of."""
+        return self._prepared().search(m, weight, out_dtype, has_bias, workspace_bytes, max_results)
+
+    def _prepared(self) -> Gemms:
         if self._gemms is None:
             assert not self._captures, "prepare_gemms must come before the first capture"
             self.prepare_gemms()
         assert self._gemms is not None
-        self._gemms.run(x, weight, bias, out, workspace, stream)
-        if self._sync_launches:
-            self._settle(f"GEMM {x.shape} x {weight.shape} {x.dtype} -> {out.dtype}", stream)
+        return self._gemms
 
     # Graphs
 
