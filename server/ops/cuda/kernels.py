@@ -43,11 +43,15 @@ class Kernels:
         candidates = self._images.get(name, [])
         for image in candidates:
             if _dtype_of(image) in (None, dtype) and constants.items() <= image.constants.items():
-                if id(image) not in self._loaded:
-                    self._loaded[id(image)] = Kernel(self._driver, self._stream, image)
-                return self._loaded[id(image)]
+                return self.load(image)
         there = [f"{_dtype_of(image)} {image.constants}" for image in candidates]
         raise KeyError(f"no kernel {name} for {dtype} {constants}; there is {', '.join(there) or 'none of that name'}")
+
+    def load(self, image: KernelImage) -> "Kernel":
+        """This very image, loaded once."""
+        if id(image) not in self._loaded:
+            self._loaded[id(image)] = Kernel(self._driver, self._stream, image)
+        return self._loaded[id(image)]
 
 
 class Kernel:

@@ -15,6 +15,7 @@ from server.ops.cuda.arena import Arena
 from server.ops.cuda.attention import CudaAttention
 from server.ops.cuda.buffer import Buffer, BufferDType
 from server.ops.cuda.driver import Driver, DriverError, Graph, KernelImage, Stream
+from server.ops.cuda.gemms import Projections
 from server.ops.cuda.kernels import Kernel, Kernels
 from server.ops.cuda.sampler import CudaSampler
 from server.ops.cuda.sizes import (
@@ -26,6 +27,7 @@ from server.ops.cuda.sizes import (
     max_graph_requests,
 )
 from server.ops.cuda.staging import CudaPendingTokens, Staging, TokenRing, staging_spec
+from server.ops.cuda.tiles import NO_TABLE, GemmTable
 from server.ops.interface import Activations, BatchLimits, Linear, StepGraph, StepInputs, StepShape
 from server.ops.sampling import SlotSampling
 
@@ -46,6 +48,7 @@ class CudaOperations:
         driver: Driver,
         stream: Stream,
         images: Iterable[KernelImage],
+        gemms: GemmTable = NO_TABLE,
         kv_pool: Buffer | None = None,
         records_steps: bool = True,
     ) -> None:
@@ -70,7 +73,16 @@ class CudaOperations:
         self._act_rows = (-1, -1)
         self._act: Activations[Buffer]
         self._frequencies = arena.take(frequencies_spec(facts))
-        self._gemm_workspace = arena.take(GEMM_WORKSPACE)
+        self._projections = Projections(
+            driver,
+            stream,
+            kernels,
+            facts,
+            arena.take(GEMM_WORKSPACE),
+            gemms,
+            add_rms_norm=self.add_rms_norm,
+            gate=self.gate,
+        )
         self._staging = Staging(driver, stream, limits, arena.take(staging_spec(limits)))
         self._attention = CudaAttention(kernels, facts, limits, driver.facts, arena)
         self._sampler = CudaSampler(driver, stream, kernels, facts, limits, vocab_limit, arena)
@@ -123,19 +135,17 @@ class CudaOperations:
 
     def linear(self, x: Buffer, layer: Linear[Buffer], out: Buffer) -> None:
         """x @ weight.T + bias."""
-        self._driver.gemm_async(x, layer.weight, layer.bias, out, self._gemm_workspace, self._stream)
+        self._projections.linear(x, layer, out)
 
     def linear_add_norm(
         self, x: Buffer, layer: Linear[Buffer], delta: Buffer, residual: Buffer, norm_weight: Buffer, out: Buffer
     ) -> None:
-        """A GEMM, then the sum with the residual and its norm."""
-        self.linear(x, layer, delta)
-        self.add_rms_norm(residual, delta, norm_weight, out)
+        """A GEMM, then the sum with the residual and its norm, or the norm adds up the GEMM's partial sums."""
+        self._projections.linear_add_norm(x, layer, delta, residual, norm_weight, out)
 
     def gated_linear(self, x: Buffer, layer: Linear[Buffer], gate_up: Buffer, out: Buffer) -> None:
-        """A GEMM, then the gate."""
-        self.linear(x, layer, gate_up)
-        self.gate(gate_up, out)
+        """A GEMM, then the gate, or both in one kernel."""
+        self._projections.gated_linear(x, layer, gate_up, out)
 
     def rotate_and_store(self, layer: int, qkv: Buffer, q_norm: Buffer | None, k_norm: Buffer | None) -> None:
         """q and k are normed and rotated in fp32 and rounded once; k and v go to the pool."""
@@ -175,7 +185,7 @@ class CudaOperations:
     def logits(self, x: Buffer, head: Buffer, out: Buffer) -> None:
         """fp32 logits, straight from the GEMM's fp32 sums. No rows are a step of unfinished prompts."""
         if x.shape[0]:
-            self._driver.gemm_async(x, head, None, out, self._gemm_workspace, self._stream)
+            self._projections.logits(x, head, out)
 
     def sample(self, logits: Buffer) -> None:
         """Tokens of all sampled rows; each becomes its slot's last token."""
