@@ -24,6 +24,7 @@ from server.ops.cuda.cublas import load_cublas
 from server.ops.cuda.driver import Driver, KernelImage
 from server.ops.cuda.nvidia import NvidiaDriver
 from server.ops.cuda.sizes import activation_bound_bytes, kv_pool_spec, max_graph_requests
+from server.ops.cuda.tiles import GemmTable
 from server.ops.cuda.weights import weight_buffers
 from server.ops.interface import Operations
 from server.runner.graphs import graph_sizes
@@ -52,7 +53,7 @@ def build_operations(service: Service, vocabulary: Vocabulary) -> tuple[Operatio
     board.device_name = driver.facts.name.encode()[:63]
     board.begin_stage(Role.MODEL, "libraries")
     driver.prepare_gemms()
-    images = _images(board, driver)
+    images, gemms = _kernels(board, driver)
     store = DeviceStore(driver, SumKernels.among(images))
     memory, wait = _map_weights(service, store)
     board.begin_stage(Role.MODEL, "pool, kernels")
@@ -68,6 +69,7 @@ def build_operations(service: Service, vocabulary: Vocabulary) -> tuple[Operatio
         driver=driver,
         stream=driver.create_stream(),
         images=images,
+        gemms=gemms,
         kv_pool_address=kv_pool_address,
         records_steps=not settings.debug.sync_launches,  # a replayed graph does not say which of its launches failed
     )
@@ -87,13 +89,16 @@ def _wait_for_memory(service: Service) -> None:
         os.close(fd)
 
 
-def _images(board: Board, driver: Driver) -> tuple[KernelImage, ...]:
-    """The kernels for this GPU. That none fit is permanent, but not if they were rebuilt under a running service."""
+def _kernels(board: Board, driver: Driver) -> tuple[tuple[KernelImage, ...], GemmTable]:
+    """Those for this GPU, and the table of its GEMMs.
+
+    That none fit is permanent, but not if they were rebuilt under a running service.
+    """
     try:
         manifest = read_manifest(built_folder())
         if manifest is None:
             raise StartupError(f"no compiled kernels are in {built_folder()}: {REBUILD}")
-        return manifest.images(driver.facts.arch)
+        return manifest.images(driver.facts.arch), manifest.gemm_table(driver.facts.arch)
     except StartupError as error:
         if not board.ready_at:
             raise

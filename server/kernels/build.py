@@ -17,7 +17,8 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
@@ -31,14 +32,18 @@ from server.kernels.manifest import (
     MANIFEST_FILE,
     MIN_CAPABILITY,
     PORTABLE_ARCH,
+    ManifestChoice,
     ManifestFile,
+    ManifestGemm,
     ManifestImage,
     ManifestParameter,
+    ManifestTable,
     built_folder,
     decode_manifest,
     kernel_files,
     source_digests,
 )
+from server.kernels.tile_files import TileRange, read_tiles, tile_path
 
 if TYPE_CHECKING:
     from server.kernels.catalog import Recipe
@@ -48,16 +53,20 @@ ALL_ARCHS = (*CUBIN_ARCHS, PORTABLE_ARCH)
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 _CACHE_PREFIX = ".triton-"
-_BUILDERS = ("build.py", "catalog.py", "compiler.py", "cubin.py", "manifest.py", "spec.py")
+_BUILDERS = ("build.py", "catalog.py", "compiler.py", "cubin.py", "manifest.py", "spec.py", "tile_files.py")
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One file of the folder: what it is made from, and the hash of all of that."""
+    """One file of the folder: what it is made from, and the hash of all of that.
+
+    `is_tile`: only a table of GEMMs asks for it.
+    """
 
     recipe: "Recipe"
     arch: str
     key: str
+    is_tile: bool = False
 
     @property
     def file(self) -> str:
@@ -132,7 +141,9 @@ def build(folder: Path, archs: Sequence[str], num_processes: int, *, is_partial:
         if source_digests() != sources:
             raise StartupError("sources of kernels changed while they were compiled; run it again")
         complete = {job.arch for job in (others if is_partial else [*jobs, *others])}
-        _write_manifest(folder, sources, complete, [images[job.key] for job in (*jobs, *others)])
+        wanted = [msgspec.structs.replace(images[job.key], is_tile=job.is_tile) for job in (*jobs, *others)]
+        tables = [table for arch in sorted(complete) if (table := _table(arch))]
+        _write_manifest(folder, sources, complete, wanted, tables)
         _say(f"{len(missing)} kernels compiled, {len(jobs) + len(others) - len(missing)} kept in {folder}")
 
 
@@ -180,13 +191,37 @@ def _jobs(archs: Iterable[str], is_partial: bool) -> list[Job]:
     from server.kernels.catalog import all_specs, expand  # needs Triton
 
     recipes = [recipe for spec in all_specs() for recipe in expand(spec)[: 1 if is_partial else None]]
-    digests = {module: _module_digest(module) for module in {recipe.module for recipe in recipes}}
+    if is_partial:
+        return make_jobs((recipe, arch) for arch in archs for recipe in recipes)
+    jobs = make_jobs((recipe, arch) for arch in archs for recipe in recipes)
+    keys = {job.key for job in jobs}
+    tiles = make_jobs((recipe, arch) for arch in archs for recipe in _tile_recipes(arch))
+    return [*jobs, *(replace(job, is_tile=True) for job in tiles if job.key not in keys)]
+
+
+def make_jobs(recipes: Iterable[tuple["Recipe", str]]) -> list[Job]:
+    """One for each recipe and architecture, without repetitions."""
     builder = f"{version('triton')} {_builder_digest()}"
-    return [
-        Job(recipe, arch, _sha256(json.dumps([asdict(recipe), arch, digests[recipe.module], builder]).encode()))
-        for arch in archs
-        for recipe in recipes
-    ]
+    module_digest = cache(_module_digest)
+    keys = (
+        (recipe, arch, _sha256(json.dumps([asdict(recipe), arch, module_digest(recipe.module), builder]).encode()))
+        for recipe, arch in recipes
+    )
+    return list({key: Job(recipe, arch, key) for recipe, arch, key in keys}.values())
+
+
+def _tile_recipes(arch: str) -> "list[Recipe]":
+    """Those that an architecture's file of tiles names."""
+    tiles = read_tiles(tile_path(arch))
+    ranges = [(gemm.dtype, range_) for gemm in (tiles.gemm if tiles else ()) for range_ in gemm.range]
+    return [_tile_recipe(dtype, range_) for dtype, range_ in ranges if range_.kernel is not None]
+
+
+def _tile_recipe(dtype: str, range_: TileRange) -> "Recipe":
+    from server.kernels.catalog import variant_recipe  # needs Triton
+
+    assert range_.kernel is not None
+    return variant_recipe(range_.kernel, dtype, range_.variant)
 
 
 def _builder_digest() -> str:
@@ -263,14 +298,38 @@ def _save(folder: Path, job: Job, data: bytes, shared_bytes: int) -> ManifestIma
         num_bytes=len(data),
         sha256=_sha256(data),
         key=job.key,
+        is_tile=job.is_tile,
     )
 
 
+def _table(arch: str) -> ManifestTable | None:
+    """What the file of tiles says, with the compiled files of its kernels."""
+    tiles = read_tiles(tile_path(arch))
+    if tiles is None:
+        return None
+    gemms = (
+        ManifestGemm(*gemm.key, tuple(_choice(arch, gemm.dtype, range_) for range_ in gemm.range))
+        for gemm in tiles.gemm
+    )
+    return ManifestTable(arch, tiles.gemm_version, tuple(gemms))
+
+
+def _choice(arch: str, dtype: str, range_: TileRange) -> ManifestChoice:
+    file = None if range_.kernel is None else make_jobs([(_tile_recipe(dtype, range_), arch)])[0].file
+    return ManifestChoice(range_.max_rows, file, range_.num_splits, range_.algorithm, range_.workspace_bytes)
+
+
 def _write_manifest(
-    folder: Path, sources: dict[str, str], archs: Iterable[str], images: Sequence[ManifestImage]
+    folder: Path,
+    sources: dict[str, str],
+    archs: Iterable[str],
+    images: Sequence[ManifestImage],
+    tables: Sequence[ManifestTable],
 ) -> None:
     """The manifest comes last, then go the files that it does not name."""
-    manifest = ManifestFile(FORMAT, version("triton"), _builder_digest(), sources, tuple(sorted(archs)), tuple(images))
+    manifest = ManifestFile(
+        FORMAT, version("triton"), _builder_digest(), sources, tuple(sorted(archs)), tuple(images), tuple(tables)
+    )
     _write_aside(folder / MANIFEST_FILE, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
     named = {folder / image.file for image in images}
     for path in folder.glob("*/*"):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from server.errors import StartupError
 from server.kernels.manifest import kernel_files
-from server.kernels.spec import Constant, KernelSpec
+from server.kernels.spec import Constant, KernelSpec, Variant
 from server.ops.cuda.driver import Parameter
 
 TRITON_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
@@ -49,19 +49,26 @@ def expand(spec: KernelSpec) -> tuple[Recipe, ...]:
     """One recipe per dtype and variant, the preferred variant first."""
     uses_dtype = any(type_.endswith("T") for type_ in spec.parameters.values())
     dtypes: tuple[str | None, ...] = spec.dtypes if uses_dtype else (None,)
-    source = f"{_module_of(spec)}:{spec.function}"
-    return tuple(
-        Recipe(
-            spec.name,
-            source,
-            dtype,
-            dict(variant.constants),
-            _parameters(spec, dtype),
-            variant.num_warps,
-            variant.num_stages,
-        )
-        for dtype in dtypes
-        for variant in spec.variants
+    return tuple(_recipe(spec, dtype, variant) for dtype in dtypes for variant in spec.variants)
+
+
+def variant_recipe(name: str, dtype: str, variant: Variant) -> Recipe:
+    """A variant that the kernel's spec need not list. Raises StartupError if there is no such kernel."""
+    spec = next((spec for spec in all_specs() if spec.name == name and dtype in spec.dtypes), None)
+    if spec is None:
+        raise StartupError(f"no kernel is named {name} and takes {dtype}")
+    return _recipe(spec, dtype, variant)
+
+
+def _recipe(spec: KernelSpec, dtype: str | None, variant: Variant) -> Recipe:
+    return Recipe(
+        spec.name,
+        f"{_module_of(spec)}:{spec.function}",
+        dtype,
+        dict(variant.constants),
+        _parameters(spec, dtype),
+        variant.num_warps,
+        variant.num_stages,
     )
 
 

@@ -9,11 +9,13 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from server.errors import StartupError
-from server.ops.cuda.driver import KernelImage, Parameter
+from server.ops.cuda.driver import GemmAlgorithm, KernelImage, Parameter
+from server.ops.cuda.tiles import NO_TABLE, GemmChoice, GemmOperation, GemmRanges, GemmShape, GemmTable, Tile
 
 FORMAT = 1
 MANIFEST_FILE = "manifest.json"
@@ -22,7 +24,8 @@ MIN_CAPABILITY = 80
 REBUILD = "run scripts/build-kernels"
 
 _SOURCES = Path(__file__).parent
-_NO_KERNELS = ("__init__", "build", "catalog", "compiler", "cubin", "manifest", "spec")
+_TILES = _SOURCES / "tiles"
+_NO_KERNELS = ("__init__", "build", "candidates", "catalog", "compiler", "cubin", "manifest", "spec", "tile_files")
 
 
 class ManifestParameter(msgspec.Struct, frozen=True):
@@ -34,7 +37,10 @@ class ManifestParameter(msgspec.Struct, frozen=True):
 
 
 class ManifestImage(msgspec.Struct, frozen=True):
-    """One compiled variant. `file` is relative to the folder; `key` is the hash of all that went into it."""
+    """One compiled variant. `file` is relative to the folder; `key` is the hash of all that went into it.
+
+    `is_tile`: it is there for a table of GEMMs alone.
+    """
 
     name: str
     arch: str
@@ -49,6 +55,36 @@ class ManifestImage(msgspec.Struct, frozen=True):
     num_bytes: int
     sha256: str
     key: str
+    is_tile: bool = False
+
+
+class ManifestChoice(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Up to max_rows: the image of that file, or the algorithm of cublasLt (hexadecimal), or cuBLAS as it chooses."""
+
+    max_rows: int
+    file: str | None = None
+    num_splits: int = 1
+    algorithm: str | None = None
+    workspace_bytes: int = 0
+
+
+class ManifestGemm(msgspec.Struct, frozen=True):
+    """A projection by weights [n, k]; choices ascend by their rows."""
+
+    operation: GemmOperation
+    dtype: Literal["bfloat16", "float16"]
+    n: int
+    k: int
+    has_bias: bool
+    choices: tuple[ManifestChoice, ...]
+
+
+class ManifestTable(msgspec.Struct, frozen=True):
+    """What tiles/ has for one architecture."""
+
+    arch: str
+    gemm_version: int
+    gemms: tuple[ManifestGemm, ...]
 
 
 class ManifestFile(msgspec.Struct, frozen=True):
@@ -60,6 +96,7 @@ class ManifestFile(msgspec.Struct, frozen=True):
     sources: dict[str, str]
     archs: tuple[str, ...]
     images: tuple[ManifestImage, ...]
+    tables: tuple[ManifestTable, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -97,8 +134,20 @@ class Manifest:
             )
         return tuple(self._checked(image) for image in self._of(chosen))
 
+    def gemm_table(self, arch: str) -> GemmTable:
+        """How projections are best computed on a device of this architecture; empty if that was not measured.
+
+        Raises StartupError if a file is missing or cut off.
+        """
+        table = next((table for table in self.content.tables if table.arch == arch), None)
+        if table is None:
+            return NO_TABLE
+        needed = {choice.file for gemm in table.gemms for choice in gemm.choices}
+        images = {image.file: self._checked(image) for image in self.content.images if image.file in needed}
+        return GemmTable(table.gemm_version, {_shape(gemm): _ranges(gemm, images) for gemm in table.gemms})
+
     def _of(self, arch: str) -> Iterable[ManifestImage]:
-        return (image for image in self.content.images if image.arch == arch)
+        return (image for image in self.content.images if image.arch == arch and not image.is_tile)
 
     def _choose(self, arch: str) -> str | None:
         if arch in self.archs:
@@ -134,6 +183,28 @@ class Manifest:
             image.shared_bytes,
             path,
         )
+
+
+def _shape(gemm: ManifestGemm) -> GemmShape:
+    return GemmShape(gemm.operation, gemm.dtype, gemm.n, gemm.k, gemm.has_bias)
+
+
+def _ranges(gemm: ManifestGemm, images: dict[str, KernelImage]) -> GemmRanges:
+    choices = tuple(_choice(choice, images) for choice in gemm.choices)
+    return GemmRanges(tuple(choice.max_rows for choice in gemm.choices), choices)
+
+
+def _choice(choice: ManifestChoice, images: dict[str, KernelImage]) -> GemmChoice:
+    if choice.file is not None:
+        return Tile(images[choice.file], choice.num_splits)
+    if choice.algorithm is not None:
+        return GemmAlgorithm(bytes.fromhex(choice.algorithm), choice.workspace_bytes)
+    return None
+
+
+def tiles_folder() -> Path:
+    """Where scripts/tune-kernels writes what it measured, and a build reads it."""
+    return _TILES
 
 
 def built_folder() -> Path:
@@ -187,5 +258,7 @@ def kernel_files() -> tuple[Path, ...]:
 
 
 def source_digests() -> dict[str, str]:
-    """SHA-256 of each kernel source file by its name."""
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in kernel_files()}
+    """SHA-256 of each kernel source file by its name, and of each file of tiles/."""
+    files = {path.name: path for path in kernel_files()}
+    files |= {f"{_TILES.name}/{path.name}": path for path in sorted(_TILES.glob("*.toml"))}
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}

@@ -22,4 +22,4 @@ def test_missing_kernels_are_permanent_unless_the_service_has_run_with_some(
     board = Board.create()
     board.ready_at = ready_at
     with pytest.raises(kind, match="run scripts/build-kernels"):
-        on_cuda._images(board, DRIVER)
+        on_cuda._kernels(board, DRIVER)
