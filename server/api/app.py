@@ -51,7 +51,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         # Made here, after the fork: request ids are unique because each worker draws its own range.
-        engine = EngineClient(engine_socket_path, board, limits)
+        engine = EngineClient(engine_socket_path, board, limits, request_metrics.observe_gaps)
         app.state.serving = Serving(
             settings, resolved, checkpoint.facts, _revision_of(checkpoint), tokenizer, engine, board, request_metrics
         )

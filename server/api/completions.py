@@ -1,8 +1,9 @@
 """POST /v1/completions: OpenAI's shape, several prompts a call, streamed or whole."""
 
+import itertools
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -22,14 +23,7 @@ from server.api.completions_schema import (
     Usage,
 )
 from server.api.errors import ModelNotFound, end_in_error_event
-from server.api.generation import (
-    Generation,
-    GenerationRequest,
-    Times,
-    hold_while_loading,
-    merge_events,
-    open_generations,
-)
+from server.api.generation import GenerationCall, GenerationRequest, Times, TokenEvent, hold_while_loading
 from server.api.prompts import check_token_ids, encode_prompt, random_seed, resolve_top_k
 from server.api.serving import Serving, ServingDep
 from server.api.sse import DONE_EVENT, EventStream, encode_event, unless_disconnected
@@ -42,25 +36,23 @@ router = APIRouter(prefix="/v1")
 MAX_PROMPTS = 256
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _U64 = 2**64
+_EMPTY_TEXT = b'"text":""'  # nowhere else in an event: inside a string its quotes would be escaped
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One admitted call: choice i is what generations[i] makes."""
+    """One admitted call: choice i is what request i of `running` makes."""
 
-    generations: list[Generation]
+    running: GenerationCall
     new_completion: partial[Completion]
 
-    def close(self) -> None:
-        """Free in the engine whatever still runs."""
-        for generation in self.generations:
-            generation.close()
-
-    def usage(self) -> Usage:
-        """Counts so far."""
-        num_prompt_tokens = sum(len(generation.request.token_ids) for generation in self.generations)
-        num_generated = sum(generation.num_generated for generation in self.generations)
-        num_cached = sum(generation.num_cached_tokens for generation in self.generations)
+    def usage(self, num_generated: int | None = None) -> Usage:
+        """Counts when so many tokens had been sent, or so far."""
+        generations = self.running.generations
+        if num_generated is None:
+            num_generated = sum(generation.num_generated for generation in generations)
+        num_prompt_tokens = sum(len(generation.request.token_ids) for generation in generations)
+        num_cached = sum(generation.num_cached_tokens for generation in generations)
         return Usage(
             num_prompt_tokens, num_generated, num_prompt_tokens + num_generated, PromptTokensDetails(num_cached)
         )
@@ -77,11 +69,11 @@ async def complete(
     call = await _admit(serving, body)
     if body.stream:
         chunks = _stream_chunks(call, body.stream_options or StreamOptions())
-        return EventStream(end_in_error_event(chunks, request.url.path, serving.metrics.count_error), call.close)
-    try:
+        return EventStream(
+            end_in_error_event(chunks, request.url.path, serving.metrics.count_error), call.running.close
+        )
+    with call.running:
         answer = await unless_disconnected(request.receive, _collect(call))
-    finally:
-        call.close()
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
@@ -99,7 +91,7 @@ async def _admit(serving: Serving, body: CompletionBody) -> _Call:
         created=int(time.time()),
         model=serving.resolved.served_name,
     )
-    return _Call(open_generations(serving, requests, times), new_completion)
+    return _Call(GenerationCall(serving, requests, times), new_completion)
 
 
 def _check_model(serving: Serving, name: str | None) -> None:
@@ -191,30 +183,45 @@ def _max_tokens(wish: int, num_prompt_tokens: int, limit: int) -> int:
 
 
 async def _collect(call: _Call) -> Completion:
-    texts: list[list[str]] = [[] for _ in call.generations]
-    reasons: list[str | None] = [None] * len(texts)
-    async with aclosing(merge_events(call.generations)) as events:
-        async for index, event in events:
-            texts[index].append(event.text)
-            reasons[index] = _finish_reason(event.finish)
-    choices = [Choice(i, "".join(parts), None, reasons[i]) for i, parts in enumerate(texts)]
+    wholes = await call.running.whole_texts()
+    choices = [Choice(i, whole.text, None, _finish_reason(whole.finish)) for i, whole in enumerate(wholes)]
     return call.new_completion(choices=choices, usage=call.usage())
 
 
 async def _stream_chunks(call: _Call, options: StreamOptions) -> AsyncGenerator[bytes, None]:
-    async with aclosing(merge_events(call.generations)) as events:
-        async for index, event in events:
-            choice = Choice(index, event.text, None, _finish_reason(event.finish))
-            yield encode_event(call.new_completion(choices=[choice], usage=_chunk_usage(call, options)))
+    encode = _encoder(call, options)
+    async with aclosing(call.running.batches()) as batches:
+        async for events in batches:
+            yield b"".join(map(encode, events))
     if options.include_usage:
         yield encode_event(call.new_completion(choices=[], usage=call.usage()))
     yield DONE_EVENT
 
 
-def _chunk_usage(call: _Call, options: StreamOptions) -> Usage | msgspec.UnsetType | None:
-    if options.continuous_usage_stats:
-        return call.usage()
-    return None if options.include_usage else msgspec.UNSET
+def _encoder(call: _Call, options: StreamOptions) -> Callable[[TokenEvent], bytes]:
+    """Makes a chunk of an event. Most differ in their text alone: the rest is encoded once (0.2 us a chunk, not 2)."""
+    num_sent = itertools.count(1)
+    frames: dict[int, tuple[bytes, bytes]] = {}  # choice -> what stands before and behind its text
+
+    def usage() -> Usage | msgspec.UnsetType | None:
+        if options.continuous_usage_stats:
+            return call.usage(next(num_sent))
+        return None if options.include_usage else msgspec.UNSET
+
+    def encode_whole(index: int, text: str, finish_reason: str | None) -> bytes:
+        choice = Choice(index, text, None, finish_reason)
+        return encode_event(call.new_completion(choices=[choice], usage=usage()))
+
+    def encode(event: TokenEvent) -> bytes:
+        index = event.request_index
+        if event.finish is not None or options.continuous_usage_stats:
+            return encode_whole(index, event.text, _finish_reason(event.finish))
+        if (frame := frames.get(index)) is None:
+            before, _, behind = encode_whole(index, "", None).partition(_EMPTY_TEXT)
+            frame = frames[index] = (before + _EMPTY_TEXT[:-2], behind)
+        return frame[0] + msgspec.json.encode(event.text) + frame[1]
+
+    return encode
 
 
 def _finish_reason(finish: str | None) -> str | None:

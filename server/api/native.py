@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -12,7 +13,15 @@ from starlette.responses import Response
 import server
 from server.api.bodies import body_of, openapi_body
 from server.api.errors import end_in_error_event
-from server.api.generation import Finish, Generation, GenerationRequest, Times, TokenEvent, hold_while_loading
+from server.api.generation import (
+    Finish,
+    Generation,
+    GenerationCall,
+    GenerationRequest,
+    Times,
+    TokenEvent,
+    hold_while_loading,
+)
 from server.api.native_schema import (
     MAX_STOP_STRINGS,
     CompatGenerateBody,
@@ -43,10 +52,15 @@ _FINISH_WORDS: dict[Finish, str] = {"length": "length", "eos": "eos_token", "sto
 class _Call:
     """One admitted call: what runs, and how its answer is to look. `seed` None: greedy. `prefix`: text before it."""
 
-    generation: Generation
+    running: GenerationCall
     seed: int | None
     prefix: str
     wants_details: bool
+
+    @property
+    def generation(self) -> Generation:
+        """Its one request."""
+        return self.running.generations[0]
 
 
 @router.post("/generate", openapi_extra=openapi_body(GenerateBody))
@@ -130,7 +144,7 @@ async def _admit(serving: Serving, body: GenerateBody, with_logprobs: bool, full
     request = GenerationRequest(token_ids, sampling, tuple(parameters.stop or ()))
     wants_full_text = full_text_default if parameters.return_full_text is None else parameters.return_full_text
     return _Call(
-        generation=Generation(serving, request, times),
+        running=GenerationCall(serving, [request], times),
         seed=sampling.seed if sampling.temperature else None,
         prefix=body.inputs if wants_full_text else "",
         wants_details=bool(parameters.details),
@@ -205,49 +219,55 @@ def _max_tokens(wish: int | None, num_prompt_tokens: int, limit: int) -> int:
 
 
 async def _whole_answer(serving: Serving, call: _Call, request: Request, as_list: bool) -> Response:
-    with call.generation as generation:
-        events = await unless_disconnected(request.receive, _collect(generation))
-    text = call.prefix + "".join(event.text for event in events)
-    answer = Generated(text, _details(call, events) if call.wants_details else None)
-    headers = _request_headers(serving, generation) | _time_headers(generation)
+    read = _with_details if call.wants_details else _text_alone
+    with call.running:
+        answer = await unless_disconnected(request.receive, read(call))
+    headers = _request_headers(serving, call.generation) | _time_headers(call.generation)
     return _json([answer] if as_list else answer, headers)
 
 
-async def _collect(generation: Generation) -> list[TokenEvent]:
-    return [event async for event in generation]
+async def _text_alone(call: _Call) -> Generated:
+    [whole] = await call.running.whole_texts()
+    return Generated(call.prefix + whole.text)
+
+
+async def _with_details(call: _Call) -> Generated:
+    events = [event async for batch in call.running.batches() for event in batch]
+    finish = events[-1].finish
+    assert finish is not None, "the last event of a generation says why it is the last"
+    tokens = [_token(event) for event in events]
+    details = Details(_FINISH_WORDS[finish], len(events), call.seed, [], tokens)
+    return Generated(call.prefix + "".join(event.text for event in events), details)
 
 
 def _streamed_answer(serving: Serving, call: _Call, request: Request) -> Response:
     chunks = end_in_error_event(_stream_chunks(call), request.url.path, serving.metrics.count_error)
-    return EventStream(chunks, call.generation.close, _request_headers(serving, call.generation))
+    return EventStream(chunks, call.running.close, _request_headers(serving, call.generation))
 
 
 async def _stream_chunks(call: _Call) -> AsyncGenerator[bytes, None]:
-    generation = call.generation
     texts = [call.prefix]
-    async for event in generation:
-        texts.append(event.text)
-        token = _token(event)
-        if event.finish is None:
-            yield encode_event(StreamEvent(generation.num_generated, token, None, None))
-        else:
-            details = StreamDetails(
-                finish_reason=_FINISH_WORDS[event.finish],
-                generated_tokens=generation.num_generated,
-                seed=call.seed,
-                input_length=len(generation.request.token_ids),
-            )
-            yield encode_event(StreamEvent(generation.num_generated, token, "".join(texts), details))
+    async with aclosing(call.running.batches()) as batches:
+        async for events in batches:
+            texts += [event.text for event in events]
+            yield b"".join([_encode(call, event, texts) for event in events])
+
+
+def _encode(call: _Call, event: TokenEvent, texts: list[str]) -> bytes:
+    """One event; `texts` is only looked at for the last."""
+    if event.finish is None:
+        return encode_event(StreamEvent(event.number, _token(event), None, None))
+    details = StreamDetails(
+        finish_reason=_FINISH_WORDS[event.finish],
+        generated_tokens=event.number,
+        seed=call.seed,
+        input_length=len(call.generation.request.token_ids),
+    )
+    return encode_event(StreamEvent(event.number, _token(event), "".join(texts), details))
 
 
 def _token(event: TokenEvent) -> Token:
     return Token(event.token_id, event.text, event.logprob, event.is_special)
-
-
-def _details(call: _Call, events: list[TokenEvent]) -> Details:
-    finish = events[-1].finish
-    assert finish is not None, "the last event of a generation says why it is the last"
-    return Details(_FINISH_WORDS[finish], len(events), call.seed, [], [_token(event) for event in events])
 
 
 def _request_headers(serving: Serving, generation: Generation) -> dict[str, str]:

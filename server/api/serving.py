@@ -41,8 +41,8 @@ class Serving:
         return (self.resolved.served_name, self.settings.model.path)
 
 
-def serving_of(request: Request) -> Serving:
-    """What `ServingDep` calls: a route's way to it."""
+async def serving_of(request: Request) -> Serving:
+    """What `ServingDep` calls: a route's way to it. A coroutine, because FastAPI calls plain functions in a thread."""
     serving: Serving = request.app.state.serving
     return serving
 

@@ -1,4 +1,4 @@
-"""The web worker's side of the engine: one connection, many requests, each an async iterator of TokenOutput.
+"""The web worker's side of the engine: one connection, many requests, whose outputs go to inboxes.
 
 When an engine dies, its listener lives on: the client connects again and submits every live request with the tokens
 that it has already received, so that a stream goes on where it stopped. Knows no HTTP and no text.
@@ -13,10 +13,11 @@ import secrets
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from server.engine.inbox import Inbox
 from server.engine.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -30,7 +31,7 @@ from server.engine.messages import (
     encode_frame,
     take_frames,
 )
-from server.errors import EngineDead, NotReady, Overloaded
+from server.errors import NotReady, Overloaded
 from server.launch.board import Board, ModelState, StopMode
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,13 @@ logger = logging.getLogger(__name__)
 RECOVERY_LIMIT_S = 5.0  # new requests wait this long for an engine that is coming back, then they are refused
 RESUME_LIMIT_S = 60.0  # running streams wait this long, then they fail
 RECONNECT_INTERVAL_S = 0.02
+
+
+ObserveGaps = Callable[[float, int], None]
+
+
+def _observe_nothing(_gap_s: float, _count: int) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +63,17 @@ class ClientLimits:
 
 
 class RequestStream:
-    """The outputs of one request. Iterate until an output has a finish_reason; call `abort` to stop earlier."""
+    """One request: its outputs go to `inbox`, up to one with a finish_reason. `abort` stops it earlier."""
 
-    def __init__(self, client: "EngineClient", submit: Submit) -> None:
+    def __init__(self, client: "EngineClient", submit: Submit, inbox: Inbox) -> None:
+        self.inbox = inbox
+        self.first_token_at = 0.0  # time.monotonic() of the message, 0 until then
+        self.last_token_at = 0.0
         self._client = client
         self._submit = submit
         self._received: list[int] = []
-        self._outputs: deque[TokenOutput] = deque()
-        self._waiter: asyncio.Future[None] | None = None
         self._is_final = False
-        self._is_given_up = False
+        inbox.open()
 
     @property
     def request_id(self) -> int:
@@ -81,29 +90,12 @@ class RequestStream:
         """Whether a token has come: the request no longer waits."""
         return bool(self._received) or self._is_final
 
-    def __aiter__(self) -> "RequestStream":
-        return self
-
-    async def __anext__(self) -> TokenOutput:
-        """The next output. Ends after the final one; raises EngineDead when the service gives the request up."""
-        while not self._outputs:
-            if self._is_given_up:
-                raise EngineDead("the engine did not come back")
-            if self._is_final:
-                raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        return self._outputs.popleft()
-
     def abort(self) -> None:
         """Free the request in the engine. Does nothing once it has ended; safe to call twice."""
         if not self._is_final:
             self._is_final = True
             self._client.abort(self)
-        self._wake()
+            self.inbox.close_one()
 
     def resubmission(self) -> Submit:
         """The request as a new engine must see it: the prompt and everything received so far."""
@@ -113,29 +105,31 @@ class RequestStream:
         token_ids = first.token_ids + self._received
         return Submit(first.request_id, token_ids, first.num_prompt_tokens, first.sampling, first.priority)
 
-    def deliver(self, output: TokenOutput) -> None:
-        """Called by the client for each output."""
+    def deliver(self, output: TokenOutput, now: float) -> None:
+        """Called by the client for each output, with the time.monotonic() of its message."""
         if output.token_id >= 0:
             self._received.append(output.token_id)
+            self.last_token_at = now
+            if not self.first_token_at:
+                self.first_token_at = now
         self._is_final = output.finish_reason is not None
-        self._outputs.append(output)
-        self._wake()
+        self.inbox.put(output)
 
     def give_up(self) -> None:
-        """Called by the client when no engine will go on with it: what has come can still be read, then EngineDead."""
-        self._is_final = self._is_given_up = True
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        """Called by the client when no engine will go on with it."""
+        self._is_final = True
+        self.inbox.give_up()
 
 
 class EngineClient:
     """Connects at `start` and again after each end-of-file, until `close` or the service's stop."""
 
-    def __init__(self, socket_path: str, board: Board, limits: ClientLimits) -> None:
+    def __init__(
+        self, socket_path: str, board: Board, limits: ClientLimits, observe_gaps: ObserveGaps = _observe_nothing
+    ) -> None:
+        """`observe_gaps` is told, for each message, how long ago the last tokens of how many streams had come."""
         self._socket_path = socket_path
+        self._observe_gaps = observe_gaps
         self._board = board
         self._limits = limits
         self._live: dict[int, RequestStream] = {}
@@ -185,12 +179,17 @@ class EngineClient:
         finally:
             self._num_early -= 1
 
-    def submit(self, token_ids: list[int], sampling: SamplingParams, priority: int = 0) -> RequestStream:
-        """Admit a request. Raises NotReady while no engine can take it, Overloaded when too much waits."""
+    def submit(
+        self, token_ids: list[int], sampling: SamplingParams, priority: int = 0, inbox: Inbox | None = None
+    ) -> RequestStream:
+        """Admit a request, whose outputs go to `inbox`, or to one of its own.
+
+        Raises NotReady while no engine can take it, Overloaded when too much waits.
+        """
         self._check_ready()
         self._check_room(len(token_ids))
         message = Submit(next(self._ids), token_ids, len(token_ids), sampling, priority)
-        stream = RequestStream(self, message)
+        stream = RequestStream(self, message, inbox or Inbox())
         self._live[stream.request_id] = stream
         self._send(message)
         return stream
@@ -277,23 +276,31 @@ class EngineClient:
 
     def _receive(self, message: Message) -> None:
         if isinstance(message, Outputs):
-            for output in message.items:
-                self._deliver(output)
+            self._deliver(message.items)
         elif isinstance(message, Hello):
             self._down_since = None
             self._has_served.set()
             if message.version != PROTOCOL_VERSION:
                 raise ProtocolError(f"engine speaks version {message.version}, this worker {PROTOCOL_VERSION}")
 
-    def _deliver(self, output: TokenOutput) -> None:
-        stream = self._live.get(output.request_id)
-        if stream is None:
-            return  # aborted meanwhile
-        if not stream.has_started:
-            self._first_tokens.append(time.monotonic())
-        if output.finish_reason is not None:
-            del self._live[output.request_id]
-        stream.deliver(output)
+    def _deliver(self, outputs: Sequence[TokenOutput]) -> None:
+        """What one message brought came at one time, so different gaps are few, however many streams there are."""
+        now = time.monotonic()
+        num_gaps: dict[float, int] = {}  # time of a stream's last token -> streams of which it is
+        for output in outputs:
+            stream = self._live.get(output.request_id)
+            if stream is None:
+                continue  # aborted meanwhile
+            if last_at := stream.last_token_at:
+                if output.token_id >= 0:
+                    num_gaps[last_at] = num_gaps.get(last_at, 0) + 1
+            else:
+                self._first_tokens.append(now)
+            if output.finish_reason is not None:
+                del self._live[output.request_id]
+            stream.deliver(output, now)
+        for last_at, count in num_gaps.items():
+            self._observe_gaps(now - last_at, count)
 
     async def _watch(self) -> None:
         """Kill an engine that has work and does not step. It reads the board, so a stalled loop here accuses nobody."""

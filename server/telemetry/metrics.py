@@ -4,6 +4,7 @@ A scrape of any web worker gives the sums over all, the dead ones included, so t
 begin again with each model worker. What vLLM counts too appears under its name as well, for dashboards that exist.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest, values
@@ -71,6 +72,12 @@ class RequestMetrics:
         errors = self._counter("http_errors", "Error responses and error events", "status")
         self._finished = {reason: finished.labels(self._model_name, reason) for reason in _FINISHED_REASONS}
         self._errors = {status: errors.labels(self._model_name, status) for status in (*_ERROR_STATUSES, _OTHER_STATUS)}
+
+    def observe_gaps(self, gap_s: float, count: int) -> None:
+        """`count` streams got a token `gap_s` after the one before: as many calls of `observe`, at the price of one."""
+        histogram = self.inter_token_latency
+        histogram._sum.inc(gap_s * count)
+        histogram._buckets[bisect_left(_TOKEN_SECONDS, gap_s)].inc(count)
 
     def count_finished(self, reason: str) -> None:
         """One request ended with its answer; `reason` is length or stop."""
