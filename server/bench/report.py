@@ -58,16 +58,24 @@ def make_report(runs: Sequence[Run], failures: Mapping[str, str], command: str) 
     """Summed up, with the machine that it was measured on."""
     devices = {run.startup["device"] for run in runs if run.startup}
     device = next(iter(sorted(devices, reverse=True)), "")
-    machine = {
+    lines = list(_summarise(runs, _targets_of(runs) if TARGETS_HOLD_FOR in device else {}))
+    return Report(server.__version__, now_text(), machine_of(device), command, lines, dict(failures), list(runs))
+
+
+def machine_of(device: str) -> dict[str, Any]:
+    """Where something was measured. `device` "": a CPU, or not known."""
+    return {
         "device": device,
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "kernel": platform.release(),
         "python": platform.python_version(),
     }
-    date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    lines = list(_summarise(runs, _targets_of(runs) if TARGETS_HOLD_FOR in device else {}))
-    return Report(server.__version__, date, machine, command, lines, dict(failures), list(runs))
+
+
+def now_text() -> str:
+    """The date and time of a report."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def _targets_of(runs: Sequence[Run]) -> Mapping[tuple[str, str], float]:
@@ -105,7 +113,10 @@ def format_report(report: Report) -> str:
     """Tables for a terminal."""
     device = report.machine["device"] or "CPU"
     head = f"{report.command}\n{device}, {report.machine['cores']} cores; seconds unless named otherwise"
-    parts = [head, _table(("what", "measure", "runs", "median", "worst", "target", ""), map(_cells, report.summary))]
+    parts = [
+        head,
+        format_table(("what", "measure", "runs", "median", "worst", "target", ""), map(_cells, report.summary)),
+    ]
     shown = [
         ("warm", "answer"),
         ("first-ever", "answer"),
@@ -138,7 +149,7 @@ def format_stages(run: Run, kind: str) -> str:
         last = max((row["begin_s"] for row in rows), default=0.0)
         rows = sorted((row for row in rows if last - row["begin_s"] < _ONE_RESTART_S), key=lambda row: row["begin_s"])
     header = ("process", "stage", "begin", "end", "took", "expected", "GB/s", "", "check")
-    return "\n".join([_table(header, [_stage_cells(row) for row in rows]), _critical_sums(rows)]).rstrip()
+    return "\n".join([format_table(header, [_stage_cells(row) for row in rows]), _critical_sums(rows)]).rstrip()
 
 
 def _critical_sums(rows: Sequence[dict[str, Any]]) -> str:
@@ -169,7 +180,8 @@ def _stage_cells(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Columns as wide as they must be, numbers to the right."""
     lines = [header, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     return "\n".join(

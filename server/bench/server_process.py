@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
 
-from server.bench.http import Address
+from server.bench.http import Address, ask
 from server.errors import ServerError
 from server.launch.parent_death import die_with_parent
 from server.settings.load import OVERRIDES_VARIABLE, PROFILE_VARIABLE
@@ -27,6 +27,7 @@ from server.settings.load import OVERRIDES_VARIABLE, PROFILE_VARIABLE
 _STOP_LIMIT_S = 15.0
 _GONE_LIMIT_S = 5.0
 _LOG_TAIL_LINES = 15
+_READY_POLL_S = 0.002
 
 
 class BenchFailed(ServerError):
@@ -101,6 +102,17 @@ class ServerProcess:
         """Raises BenchFailed if it has ended."""
         if self._process.poll() is not None:
             raise self.failure(f"the server ended with exit code {self._process.returncode}")
+
+    def wait_ready(self, limit_s: float) -> None:
+        """Until GET /health is answered with 200. Raises BenchFailed if that takes too long or the server ends."""
+        deadline = self.started_at + limit_s
+        while time.monotonic() < deadline:
+            self.check_alive()
+            answer = ask(self.address, "GET", "/health")
+            if answer is not None and answer.status == 200:
+                return
+            time.sleep(_READY_POLL_S)
+        raise self.failure(f"not ready within {limit_s:.0f} s")
 
     def failure(self, what: str) -> BenchFailed:
         """An error that shows the end of the log."""

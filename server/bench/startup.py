@@ -200,17 +200,6 @@ def _startup_of(plan: Plan, address: Address) -> dict[str, Any] | None:
     return view
 
 
-def _wait_ready(plan: Plan, server: ServerProcess) -> None:
-    deadline = server.started_at + plan.limit_s
-    while time.monotonic() < deadline:
-        server.check_alive()
-        answer = ask(server.address, "GET", "/health")
-        if answer is not None and answer.status == 200:
-            return
-        time.sleep(POLL_S)
-    raise server.failure(f"not ready within {plan.limit_s:.0f} s")
-
-
 def ask_for_json(server: ServerProcess, method: str, path: str, body: object = None) -> Any:
     """What a ready server answers with status 200. Raises BenchFailed."""
     answer = ask(server.address, method, path, body)
@@ -243,7 +232,7 @@ def _first_requests(plan: Plan) -> Run:
     """The first generation after ready against the hundredth: 128 tokens in, 16 out, one after the other."""
     notes = _make_warm(plan)
     with ServerProcess(plan.command) as server:
-        _wait_ready(plan, server)
+        server.wait_ready(plan.limit_s)
         prompts = _Prompts(server)
         times = []
         for _ in range(NUM_REQUESTS):
@@ -261,7 +250,7 @@ def _kills(plan: Plan, kind: str) -> Iterator[Run]:
     role = "arbiter" if kind == "kill-arbiter" else "model"
     num_streams = plan.num_streams if kind == "kill-many" else 1
     with ServerProcess(plan.command) as server:
-        _wait_ready(plan, server)
+        server.wait_ready(plan.limit_s)
         prompts = _Prompts(server)
         for _ in range(plan.num_runs):
             time.sleep(_SETTLE_S)

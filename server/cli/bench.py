@@ -45,7 +45,7 @@ def bench_startup(
         tested = ServerCommand(tuple(shlex.split(command)), url=url or "http://127.0.0.1:{port}", is_ours=False)
         folder = files
     else:
-        tested, model = _our_command(profile, overrides, assignments)
+        tested, model = our_command(profile, overrides, assignments)
         folder = files or model
     if json_file is not None and not json_file.parent.is_dir():
         raise StartupError(f"--json {json_file}: there is no folder {json_file.parent}")
@@ -63,7 +63,7 @@ def bench_startup(
             print(f"{kind}: {error}", flush=True)
         report = make_report(runs, failures, command or f"model-server, profile {profile or 'demo'}, {folder}")
         if json_file is not None:  # after each kind: what was measured is not lost with the next one
-            unwritten = _write(json_file, msgspec.json.format(msgspec.json.encode(report), indent=1))
+            unwritten = write_report(json_file, msgspec.json.format(msgspec.json.encode(report), indent=1))
     print("\n" + format_report(report))
     if unwritten:
         raise BenchFailed(unwritten)
@@ -71,7 +71,7 @@ def bench_startup(
         sys.exit(EXIT_FAILED)
 
 
-def _write(file: Path, data: bytes) -> str:
+def write_report(file: Path, data: bytes) -> str:
     """Why it cannot be written; "" if it was. What was measured is shown all the same."""
     try:
         file.write_bytes(data)
@@ -92,7 +92,7 @@ def _kinds(what: str, is_foreign: bool) -> list[str]:
     return kinds
 
 
-def _our_command(profile: str, overrides: dict[str, object], assignments: Sequence[str]) -> tuple[ServerCommand, Path]:
+def our_command(profile: str, overrides: dict[str, object], assignments: Sequence[str]) -> tuple[ServerCommand, Path]:
     """The server and the folder of its model, found once so that no run has to look for it."""
     merged = merge_assignments(overrides, assignments)
     settings = load_settings(profile or None, None, merged)

@@ -104,6 +104,78 @@ def bench_startup(
     _run(lambda: run(profile, overrides, set_ or [], what, runs, streams, json_, command, url, path, body, files))
 
 
+@bench_app.command("load")
+def bench_load(
+    url: Annotated[str, typer.Option(help="a server that runs; or where --command listens. Empty: starts one")] = "",
+    command: Annotated[str, typer.Option(help="another server's command line; {port} in it becomes a free port")] = "",
+    model: Annotated[str, typer.Option(help="folder or hub id to start with; empty: what the profile says")] = "",
+    profile: Annotated[str, typer.Option(help="name of a file in config/profiles; empty: demo")] = "",
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="any setting of the server; may be repeated"),
+    ] = None,
+    users: Annotated[str, typer.Option(help="closed loops: numbers of users, comma-separated; empty: 1,16")] = "",
+    rate: Annotated[str, typer.Option(help="open loops: requests per second, Poisson arrivals, comma-separated")] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="requests of each user of a closed loop")] = 10,
+    requests: Annotated[int, typer.Option(min=2, help="requests of an open loop")] = 1000,
+    duration: Annotated[float, typer.Option(min=0, help="seconds, instead of --rounds and --requests")] = 0.0,
+    repeat: Annotated[int, typer.Option(min=1, help="how often everything is measured; medians are shown")] = 3,
+    warmup: Annotated[int, typer.Option(min=0, help="rounds before each load that do not count")] = 1,
+    start: Annotated[
+        str, typer.Option(help="users of a closed loop begin together, or spread over a request")
+    ] = "together",
+    input_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    output_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    shared_prefix: Annotated[int, typer.Option(min=0, help="leading tokens that all prompts have in common")] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="prompts of one request; not streamed")] = 1,
+    token_ids: Annotated[
+        str, typer.Option(help="LOW:HIGH, which ids prompts are drawn from; empty: the model's, else 300:4000")
+    ] = "",
+    answers: Annotated[str, typer.Option(help="streamed, whole, or both: streamed,whole")] = "streamed",
+    disturb_tokens: Annotated[int, typer.Option(min=0, help="beside the load, prompts of so many tokens; 0: none")] = 0,
+    disturb_every: Annotated[float, typer.Option(min=0.01, help="seconds between two of these")] = 1.0,
+    probe_health: Annotated[bool, typer.Option("--probe-health", help="time GET /health beside the load")] = False,
+    timeout: Annotated[float, typer.Option(min=0.1, help="seconds for one request")] = 300.0,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="of prompts and arrivals; not given: another each time")
+    ] = None,
+    json_: Annotated[Path | None, typer.Option("--json", help="file for everything that was measured")] = None,
+) -> None:
+    """Measure latency and throughput with random prompts of fixed length: users, or requests at a rate."""
+    from server.cli.bench_load import LoadArguments
+    from server.cli.bench_load import bench_load as run
+
+    overrides: dict[str, object] = {"model.path": model} if model else {}
+    arguments = LoadArguments(
+        url=url,
+        command=command,
+        profile=profile,
+        overrides=overrides,
+        assignments=set_ or [],
+        users=users,
+        rate=rate,
+        answers=answers,
+        start=start,
+        num_rounds=rounds,
+        num_requests=requests,
+        duration_s=duration,
+        num_repeats=repeat,
+        num_warmup_rounds=warmup,
+        num_prompt_tokens=input_tokens,
+        num_tokens=output_tokens,
+        num_shared=shared_prefix,
+        batch=batch,
+        token_ids=token_ids,
+        disturb_tokens=disturb_tokens,
+        disturb_every_s=disturb_every,
+        probes_health=probe_health,
+        timeout_s=timeout,
+        seed=seed,
+        json_file=json_,
+    )
+    _run(lambda: run(arguments))
+
+
 def _run(command: Callable[[], object]) -> None:
     """Run a command; a fault of the user's becomes one line and exit code 4."""
     # SIGTERM leaves nothing half-written behind, as Ctrl-C does. Becoming gunicorn puts its default back.
