@@ -125,7 +125,7 @@ def _pool_bytes(service: Service, driver: Driver) -> int:
     """From what the GPU has with the weights on it, or on their way to it."""
     facts, limits = service.checkpoint.facts, largest_batch_limits(service)
     free_bytes, total_bytes = driver.memory_info()
-    num_graphs = len(graph_sizes(max_graph_requests(limits)))
+    num_graphs = len(graph_sizes(max_graph_requests(limits), limits))
     activation_bytes = activation_bound_bytes(facts, limits, num_graphs)
     weights_bytes = service.layout.total_bytes
     memory = sizing.MemoryBudget(total_bytes, free_bytes + weights_bytes, weights_bytes, activation_bytes)

@@ -2,7 +2,9 @@
 
 Softmax is in fp32, to the base 2 (`scale` holds log2 e); its weights are rounded to the model's dtype before they
 meet V. Positions that a query does not see are never read from the pool: others' values there, NaN too, change nothing.
-The query heads of a group are rows of one tile, so that K and V are read once for all of them.
+The query heads of a group are rows of one tile, so that K and V are read once for all of them. How many chunks there
+are stands in the step's header, so that a recorded launch suits every step that needs no larger grid: programs for
+which there is nothing leave at once, and rows of `out` that belong to no chunk are left as they are.
 """
 
 import triton
@@ -12,6 +14,19 @@ from server.kernels.spec import KernelSpec, Variant
 
 DECODE_ROWS = tl.constexpr(16)  # query heads of a decode tile, used or not: the fewest rows that tl.dot takes
 CHUNKS_AT_ONCE = tl.constexpr(64)
+
+# Places in the step's header: ops/interface.
+NUM_DECODES = tl.constexpr(0)
+NUM_CHUNKS = tl.constexpr(1)
+NUM_TOKENS = tl.constexpr(2)
+TABLE_COLUMNS = tl.constexpr(3)
+
+
+@triton.jit
+def _table_of(header, slots, block_tables, chunk):
+    """Where the block table of a chunk's request begins."""
+    row = tl.load(slots + chunk).to(tl.int64)
+    return block_tables + row * tl.load(header + TABLE_COLUMNS)
 
 
 @triton.jit
@@ -40,27 +55,35 @@ def attend_decode(
     qkv,
     keys,
     values,
+    header,
+    slots,
     block_tables,
     context_lens,
     out,
     partial,
     partial_lse,
+    arrivals,
     scale,
     num_kv_heads,
     group_size,
     block_shift,
-    blocks_per_request,
     HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    COMBINES: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
 ):
-    """Token row r is the last token of request r. grid (num_kv_heads, requests, splits); one split writes `out`.
+    """Token row r is the last token of request r, for each decode. grid (num_kv_heads, requests, splits).
 
-    Several splits leave weighted means of V in partial [request][head][split][HEAD_DIM], and the base-2 logarithms of
-    their totals in partial_lse [request][head][split]; -inf there says that the split had nothing and wrote no mean.
+    One split writes `out`. Several leave weighted means of V in partial [request][head][split][HEAD_DIM], and the
+    base-2 logarithms of their totals in partial_lse [request][head][split]; -inf there says that the split had nothing
+    and left no mean. Then combine_splits writes `out`, or with COMBINES the last split of a request and KV head to
+    arrive, by arrivals [request][kv head], which are 0 before and after.
     """
     kv_head = tl.program_id(0)
     request = tl.program_id(1)
+    if request >= tl.load(header + NUM_DECODES):
+        return
     split = tl.program_id(2)
     num_splits = tl.num_programs(2)
     context = tl.load(context_lens + request)
@@ -71,15 +94,15 @@ def attend_decode(
     rows = tl.arange(0, DECODE_ROWS)
     is_head = rows < group_size
     first_head = request.to(tl.int64) * (num_kv_heads * group_size) + kv_head * group_size
-    slots = (first_head + rows) * num_splits + split
-    if IS_SPLIT and begin >= end:
-        tl.store(partial_lse + slots, tl.full([DECODE_ROWS], float("-inf"), tl.float32), mask=is_head)
+    parts = (first_head + rows) * num_splits + split
+    if IS_SPLIT and not COMBINES and begin >= end:
+        tl.store(partial_lse + parts, tl.full([DECODE_ROWS], float("-inf"), tl.float32), mask=is_head)
         return
 
     dims = tl.arange(0, HEAD_DIM)
     q_offset = (request.to(tl.int64) * num_kv_heads + kv_head) * ((group_size + 2) * HEAD_DIM)
     q = tl.load(qkv + q_offset + rows[:, None] * HEAD_DIM + dims[None, :], mask=is_head[:, None], other=0.0)
-    table = block_tables + request.to(tl.int64) * blocks_per_request
+    table = _table_of(header, slots, block_tables, request)
     columns = tl.arange(0, BLOCK_N)
     # Ids of blocks are read a tile ahead, so that the loads of K and V never wait for them and can be pipelined.
     block_ids = _load_block_ids(table, begin + columns, begin + columns < end, block_shift)
@@ -99,31 +122,53 @@ def attend_decode(
 
     mean = acc / total[:, None]
     if IS_SPLIT:
-        tl.store(partial + slots[:, None] * HEAD_DIM + dims[None, :], mean, mask=is_head[:, None])
-        tl.store(partial_lse + slots, maximum + tl.log2(total), mask=is_head)
+        # A split without positions has a total of 0, whose logarithm is -inf; its mean is NaN, and is not read.
+        tl.store(partial + parts[:, None] * HEAD_DIM + dims[None, :], mean, mask=is_head[:, None] & (begin < end))
+        tl.store(partial_lse + parts, maximum + tl.log2(total), mask=is_head)
     else:
         out_offsets = (first_head + rows)[:, None] * HEAD_DIM + dims[None, :]
         tl.store(out + out_offsets, mean.to(out.dtype.element_ty), mask=is_head[:, None])
+    if COMBINES:
+        arrival = arrivals + request * num_kv_heads + kv_head
+        # NOTE: one thread counts for all: the barrier puts every thread's stores before its release, and its acquire
+        # before every thread's loads. Without either, the last split could read what is not written yet.
+        tl.debug_barrier()
+        num_before = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
+        tl.debug_barrier()
+        if num_before == num_splits - 1:
+            tl.store(arrival, 0)
+            for head in range(group_size):
+                _combine(partial, partial_lse, out, first_head + head, num_splits, HEAD_DIM, MAX_SPLITS)
 
 
 @triton.jit
 def combine_splits(
     partial,
     partial_lse,
+    header,
     out,
     num_splits,
     HEAD_DIM: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """out[request][head] from what the splits of attend_decode left. grid (heads, requests, 1)."""
-    head = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    """out[request][head] of each decode from what its splits left. grid (heads, requests, 1)."""
+    request = tl.program_id(1)
+    if request >= tl.load(header + NUM_DECODES):
+        return
+    head = request.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    _combine(partial, partial_lse, out, head, num_splits, HEAD_DIM, MAX_SPLITS)
+
+
+@triton.jit
+def _combine(partial, partial_lse, out, head, num_splits, HEAD_DIM: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    """One head of one request."""
     dims = tl.arange(0, HEAD_DIM)
     splits = tl.arange(0, MAX_SPLITS)
-    slots = head * num_splits + splits
-    lse = tl.load(partial_lse + slots, mask=splits < num_splits, other=float("-inf"))
+    parts = head * num_splits + splits
+    lse = tl.load(partial_lse + parts, mask=splits < num_splits, other=float("-inf"))
     # An empty split's mean is what an earlier step left there.
     is_written = lse != float("-inf")
-    means = tl.load(partial + slots[:, None] * HEAD_DIM + dims[None, :], mask=is_written[:, None], other=0.0)
+    means = tl.load(partial + parts[:, None] * HEAD_DIM + dims[None, :], mask=is_written[:, None], other=0.0)
     weights = tl.exp2(lse - tl.max(lse, 0))
     mean = tl.sum(means * weights[:, None], 0) / tl.sum(weights, 0)
     tl.store(out + head * HEAD_DIM + dims, mean.to(out.dtype.element_ty))
@@ -136,7 +181,7 @@ def _find_chunk(query_starts, first_chunk, num_chunks, tokens_per_tile, tile):
     Chunk i (counted from the first of several tokens) owns the tiles from (its first token) // tokens_per_tile + i on:
     enough for its tokens wherever it begins, and known from the query starts alone.
     """
-    first_token = tl.load(query_starts + first_chunk)
+    first_token = first_chunk  # each chunk before has one
     chunk = -1
     for base in range(0, num_chunks, CHUNKS_AT_ONCE):
         chunks = base + tl.arange(0, CHUNKS_AT_ONCE)
@@ -153,6 +198,8 @@ def attend_prefill(
     qkv,
     keys,
     values,
+    header,
+    slots,
     block_tables,
     query_starts,
     context_lens,
@@ -161,21 +208,23 @@ def attend_prefill(
     num_kv_heads,
     group_size,
     block_shift,
-    blocks_per_request,
-    first_chunk,
-    num_chunks,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Chunks first_chunk .. + num_chunks - 1, tiles of BLOCK_M // group_size tokens times the heads of a group.
+    """The chunks behind the decodes, in tiles of BLOCK_M // group_size tokens times the heads of a group.
 
-    grid (num_kv_heads, tokens // (BLOCK_M // group_size) + num_chunks, 1), tokens being those of all these chunks.
+    grid (num_kv_heads, tokens // (BLOCK_M // group_size) + chunks or more, 1), of all these chunks together.
     """
     kv_head = tl.program_id(0)
     tokens_per_tile = BLOCK_M // group_size
+    first_chunk = tl.load(header + NUM_DECODES)  # and its first token: each chunk before has one
+    num_chunks = tl.load(header + NUM_CHUNKS) - first_chunk
+    num_tiles = (tl.load(header + NUM_TOKENS) - first_chunk) // tokens_per_tile + num_chunks
     # The last tiles of a chunk see most of its context: they start first.
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    tile = num_tiles - 1 - tl.program_id(1)
+    if tile < 0:
+        return
     chunk, chunk_tile = _find_chunk(query_starts, first_chunk, num_chunks, tokens_per_tile, tile)
     first_row = tl.load(query_starts + chunk)
     num_tokens = tl.load(query_starts + chunk + 1) - first_row
@@ -194,7 +243,7 @@ def attend_prefill(
     token_rows = (first_row + first_token + tokens).to(tl.int64)
     q_offsets = (token_rows * num_kv_heads + kv_head) * ((group_size + 2) * HEAD_DIM) + heads * HEAD_DIM
     q = tl.load(qkv + q_offsets[:, None] + dims[None, :], mask=is_query[:, None], other=0.0)
-    table = block_tables + chunk.to(tl.int64) * blocks_per_request
+    table = _table_of(header, slots, block_tables, chunk)
 
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -230,41 +279,54 @@ def attend_prefill(
 
 
 _HEAD_DIMS = (64, 128)
-_POOL = {"qkv": "*T", "keys": "*T", "values": "*T", "block_tables": "*i32"}
-_SIZES = {
-    "scale": "fp32",
-    "num_kv_heads": "i32",
-    "group_size": "i32",
-    "block_shift": "i32",
-    "blocks_per_request": "i32",
+_POOL = {
+    "qkv": "*T",
+    "keys": "*T",
+    "values": "*T",
+    "header": "*i32",
+    "slots": "*i32",
+    "block_tables": "*i32",
 }
-_PACKED_INPUTS = {"block_tables": 4, "query_starts": 4, "context_lens": 4}  # parts of one buffer
+_SIZES = {"scale": "fp32", "num_kv_heads": "i32", "group_size": "i32", "block_shift": "i32"}
+# Parts of one buffer.
+_PACKED_INPUTS = dict.fromkeys(("header", "slots", "block_tables", "query_starts", "context_lens"), 4)
+_MAX_SPLITS = 64
 
 SPECS = (
     KernelSpec(
         name="attend_decode",
         function="attend_decode",
-        parameters=_POOL | {"context_lens": "*i32", "out": "*T", "partial": "*fp32", "partial_lse": "*fp32"} | _SIZES,
+        parameters=_POOL
+        | {"context_lens": "*i32", "out": "*T", "partial": "*fp32", "partial_lse": "*fp32", "arrivals": "*i32"}
+        | _SIZES,
         variants=tuple(
-            Variant({"HEAD_DIM": head_dim, "BLOCK_N": 64, "IS_SPLIT": is_split}, num_warps=4, num_stages=3)
+            Variant(
+                {
+                    "HEAD_DIM": head_dim,
+                    "BLOCK_N": 64,
+                    "IS_SPLIT": is_split,
+                    "COMBINES": combines,
+                    "MAX_SPLITS": _MAX_SPLITS,
+                },
+                num_warps=4,
+                num_stages=3,
+            )
             for head_dim in _HEAD_DIMS
-            for is_split in (False, True)
+            for is_split, combines in ((False, False), (True, False), (True, True))
         ),
-        aligned={name: _PACKED_INPUTS[name] for name in ("block_tables", "context_lens")},
+        aligned={name: _PACKED_INPUTS[name] for name in ("header", "slots", "block_tables", "context_lens")},
     ),
     KernelSpec(
         name="combine_splits",
         function="combine_splits",
-        parameters={"partial": "*fp32", "partial_lse": "*fp32", "out": "*T", "num_splits": "i32"},
-        variants=tuple(Variant({"HEAD_DIM": head_dim, "MAX_SPLITS": 64}) for head_dim in _HEAD_DIMS),
+        parameters={"partial": "*fp32", "partial_lse": "*fp32", "header": "*i32", "out": "*T", "num_splits": "i32"},
+        variants=tuple(Variant({"HEAD_DIM": head_dim, "MAX_SPLITS": _MAX_SPLITS}) for head_dim in _HEAD_DIMS),
+        aligned={"header": 4},
     ),
     KernelSpec(
         name="attend_prefill",
         function="attend_prefill",
-        parameters=_POOL
-        | {"query_starts": "*i32", "context_lens": "*i32", "out": "*T"}
-        | _SIZES
-        | {"first_chunk": "i32", "num_chunks": "i32"},
+        parameters=_POOL | {"query_starts": "*i32", "context_lens": "*i32", "out": "*T"} | _SIZES,
         # BLOCK_N 64 needs 128 KiB of shared memory on sm_90; where there is less, and registers would spill, 32.
         variants=tuple(
             Variant({"HEAD_DIM": head_dim, "BLOCK_M": 128, "BLOCK_N": block_n}, num_warps=8, num_stages=3)

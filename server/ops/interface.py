@@ -10,10 +10,10 @@ waits for the device, and none looks at device values to decide what to launch, 
     ops.sample(act.logits)            ids stay on the device
     ops.fetch_tokens()                a copy to the host is under way
 
-What lies between begin_step and fetch_tokens can be recorded once per number of requests and replayed (`capture`).
+What lies between begin_step and fetch_tokens can be recorded once per StepSize and replayed (`capture`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Generic, NewType, Protocol, TypeVar
@@ -34,29 +34,46 @@ class BatchLimits:
     max_model_len: int
     num_blocks: int
     block_size: int
+    max_mixed_tokens: int = 0  # of a step that holds a decode and a chunk of several; 0: any, and none is recorded
 
     @property
     def max_blocks_per_request(self) -> int:
-        """Columns of a block table."""
+        """The most columns of a block table."""
         return -(-self.max_model_len // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """What the launches of a step follow from, and nothing else of it: rows, and chunks of either kind.
+
+    The exact counts, or for a step that is recorded or replayed the counts that it is padded to.
+    """
+
+    num_tokens: int
+    num_decodes: int
+    num_prefills: int
+    num_samples: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
     """What the host knows of a step. Chunk i computes positions starts[i] .. starts[i] + lengths[i] - 1 of a request.
 
-    The first `num_decodes` chunks are of one token each. `num_random` of the `num_samples` sampled rows draw, the
-    others are greedy.
+    The first `num_decodes` chunks are of one token each. The first `num_samples` of the sampled rows are requests',
+    and `num_random` of them draw, the others are greedy. Block tables take `table_rows` rows of `table_columns`.
+    Rows of `size` that are beyond these counts are padding.
     """
 
-    starts: tuple[int, ...]
-    lengths: tuple[int, ...]
-    num_tokens: int
+    starts: Sequence[int]
+    lengths: Sequence[int]
     num_decodes: int
     num_samples: int
     num_random: int
     reads_last_tokens: bool
     sampling: SamplingUse
+    table_rows: int
+    table_columns: int
+    size: StepSize
 
     @property
     def num_chunks(self) -> int:
@@ -64,24 +81,36 @@ class StepShape:
         return len(self.lengths)
 
 
+# Entries of StepInputs.header. The kernels of server/kernels/attention.py know them by these places.
+HEADER_NUM_DECODES, HEADER_NUM_CHUNKS, HEADER_NUM_TOKENS, HEADER_TABLE_COLUMNS = range(4)
+HEADER_SIZE = 4
+
+
 @dataclass(frozen=True, slots=True)
 class StepInputs(Generic[BufferT]):
     """The int32 arrays of a step, at their largest sizes; a step fills the front of each.
 
+    per step     header: how many of the chunks are decodes; chunks; tokens; columns of the block tables
     per token    token_ids; token_slots: ON_HOST, or the slot whose last sampled token is meant; positions;
                  kv_rows: block id * block_size + offset, where K and V of the token go
     per chunk    query_starts: first token row (one more entry closes the last chunk); context_lens: tokens of the
-                 request after this chunk; block_tables: [chunk][max_blocks_per_request] block ids
+                 request after this chunk; slots: the request's, which is its row of the block tables
     per sample   sample_rows: token row whose hidden state is decoded; sample_slots; sample_positions: position of the
                  new token; random_samples: indices of the samples that draw
+    per slot     block_tables: [slot][columns] block ids. Columns may differ from step to step
+
+    Padding: tokens 0 at position 0 of block 0, which belong to no chunk, so that what attention leaves in their rows is
+    whatever was there; samples of any row for slot `max_num_requests`.
     """
 
+    header: BufferT
     token_ids: BufferT
     token_slots: BufferT
     positions: BufferT
     kv_rows: BufferT
     query_starts: BufferT
     context_lens: BufferT
+    slots: BufferT
     sample_rows: BufferT
     sample_slots: BufferT
     sample_positions: BufferT
@@ -92,16 +121,18 @@ class StepInputs(Generic[BufferT]):
 def input_sizes(limits: BatchLimits) -> dict[str, int]:
     """Entries of each StepInputs array, in field order: the packing of the one buffer that is uploaded.
 
-    block_tables comes last, because only the rows of a step's chunks are uploaded.
+    block_tables comes last, because only the rows that a step uses are uploaded.
     """
     per_token, per_request = limits.max_batched_tokens, limits.max_num_requests
     return {
+        "header": HEADER_SIZE,
         "token_ids": per_token,
         "token_slots": per_token,
         "positions": per_token,
         "kv_rows": per_token,
         "query_starts": per_request + 1,
         "context_lens": per_request,
+        "slots": per_request,
         "sample_rows": per_request,
         "sample_slots": per_request,
         "sample_positions": per_request,
@@ -174,7 +205,7 @@ class Operations(Protocol[BufferT]):
 
     @property
     def max_graph_requests(self) -> int:
-        """The largest step that `capture` takes; 0: recording saves nothing on this backend."""
+        """The most decodes of a step that is worth recording; 0: recording saves nothing on this backend."""
         ...
 
     def execution_context(self) -> AbstractContextManager[None]:
@@ -250,16 +281,12 @@ class Operations(Protocol[BufferT]):
     def capture(self, shape: StepShape, run: Callable[[Activations[BufferT]], None]) -> StepGraph:
         """Record, without running it, what `run` issues for a step of `shape`: forward and sample, no upload, no fetch.
 
-        All chunks are decodes, and all sample. Of the shape only their number is recorded: not the requests, their
-        lengths nor their SamplingUse. A step of that number must have run before, so that whatever is loaded at first
-        use is loaded. It may be called between begin_step and fetch_tokens of such a step, or between two steps.
+        Of the shape only its size is recorded: not the requests, their lengths nor their SamplingUse. A step of that
+        size must have run before, so that whatever is loaded at first use is loaded. It may be called between
+        begin_step and fetch_tokens of such a step, or between two steps.
         """
         ...
 
     def replay(self, graph: StepGraph, shape: StepShape) -> None:
-        """Issue a recorded step, instead of `run`, for the step begun last, whose shape has as many chunks.
-
-        Rows that stand for no request are those of a chunk of token 0 at position 0 in block 0, whose sample goes to
-        slot `max_num_requests`.
-        """
+        """Issue a recorded step, instead of `run`, for the step begun last, whose shape has the recorded size."""
         ...

@@ -5,13 +5,16 @@ Knows plans, block tables and which sampling steps are in use. Does not know dev
 
 from array import array
 from collections.abc import Iterable
+from itertools import accumulate, compress
+from operator import add
 
 from server.kv.block_pool import SCRATCH_BLOCK
-from server.ops.interface import ON_HOST, BatchLimits, StepInputs, StepShape
+from server.ops.interface import HEADER_SIZE, ON_HOST, BatchLimits, StepInputs, StepShape, StepSize
 from server.ops.sampling import SamplingUse, SlotSampling, bounded_penalty, bounded_temperature
-from server.scheduler.plan import SlotReset, StepPlan, TokenChunk
-
-_NO_SAMPLING = SamplingUse(penalty=False, min_tokens=False, top_k_or_top_p=False, min_p=False, logprobs=False)
+from server.runner.slot_uses import SlotUses
+from server.runner.staged_tables import StagedTables, TableWidth
+from server.runner.step_columns import StepColumns
+from server.scheduler.plan import SlotReset, StepPlan
 
 
 def slot_sampling(reset: SlotReset, eos_token_ids: Iterable[int], vocab_size: int) -> SlotSampling:
@@ -34,146 +37,181 @@ def slot_sampling(reset: SlotReset, eos_token_ids: Iterable[int], vocab_size: in
 
 
 class InputBatch:
-    """Fills a step's host arrays. Remembers each slot's sampling, because a plan tells it only once."""
+    """Fills a step's host arrays. Remembers what each buffer's block tables hold, and each slot's sampling.
+
+    A step of decodes is filled column by column: at 256 requests a loop over chunks takes longer than the step may.
+    """
 
     def __init__(self, limits: BatchLimits) -> None:
         self._limits = limits
-        self._slots: dict[int, SlotSampling] = {}
+        self._block_size = limits.block_size
+        self._uses = SlotUses()
+        self._width = TableWidth(limits)
+        self._tables: dict[int, tuple[StepInputs[memoryview], StagedTables]] = {}  # by the id of the host arrays
+        most = max(limits.max_batched_tokens, limits.max_num_requests) + 1
+        self._rising = memoryview(array("i", range(most)))
+        self._ones = memoryview(array("i", [1]) * most)
+        self._zeros = memoryview(array("i", [0]) * most)
+        self._on_host = memoryview(array("i", [ON_HOST]) * most)
+        self._scratch_rows = memoryview(array("i", [SCRATCH_BLOCK * limits.block_size]) * most)
+        self._no_slots = memoryview(array("i", [limits.max_num_requests]) * most)
 
     def reset_slot(self, slot: int, sampling: SlotSampling) -> None:
         """The slot is this request's from now on."""
-        self._slots[slot] = sampling
+        self._uses.reset(slot, sampling)
 
-    def fill(self, plan: StepPlan, host: StepInputs[memoryview]) -> StepShape:
-        """Write the plan into `host`, front-aligned; what lies behind is left as it is."""
-        limits = self._limits
-        assert 0 < len(plan.chunks) <= limits.max_num_requests, f"{len(plan.chunks)} chunks in a step"
-        assert plan.num_tokens <= limits.max_batched_tokens, f"{plan.num_tokens} tokens in a step"
-        reads_last_tokens = self._fill_tokens(plan.chunks, host)
-        self._fill_tables(plan.chunks, host)
-        samples = [(self._slots[chunk.slot], chunk.start + chunk.num_tokens) for chunk in plan.chunks if chunk.samples]
-        num_random = self._fill_samples(plan.chunks, host)
+    def fill(
+        self, plan: StepPlan | StepColumns, host: StepInputs[memoryview], size: StepSize | None = None
+    ) -> StepShape:
+        """Write the plan into `host`, front-aligned, padded to `size` if given; what lies behind is left as it is.
+
+        Raises AssertionError, before anything is issued, for a plan that would read or write past a table or array.
+        """
+        columns = plan if isinstance(plan, StepColumns) else StepColumns.of(plan)
+        columns.check(self._limits)
+        exact = columns.size
+        size = exact if size is None else size
+        reads_last_tokens = self._fill_decodes(columns, host)
+        if exact.num_prefills:
+            self._fill_prefills(columns, host)
+        num_chunks = len(columns.slots)
+        contexts = list(map(add, columns.starts, columns.lengths))
+        host.context_lens[:num_chunks] = array("i", contexts)
+        host.slots[:num_chunks] = array("i", columns.slots)
+        table_columns = self._fill_tables(columns, host)
+        host.header[:] = array("i", (exact.num_decodes, num_chunks, exact.num_tokens, table_columns))
+        use, num_random = self._fill_samples(columns, contexts, host)
+        self._pad(exact, size, host)
         return StepShape(
-            starts=tuple(chunk.start for chunk in plan.chunks),
-            lengths=tuple(chunk.num_tokens for chunk in plan.chunks),
-            num_tokens=plan.num_tokens,
-            num_decodes=_count_decodes(plan.chunks),
-            num_samples=len(samples),
+            starts=columns.starts,
+            lengths=columns.lengths,
+            num_decodes=exact.num_decodes,
+            num_samples=exact.num_samples,
             num_random=num_random,
             reads_last_tokens=reads_last_tokens,
-            sampling=_sampling_use(samples),
+            sampling=use,
+            table_rows=max(columns.slots) + 1,
+            table_columns=table_columns,
+            size=size,
         )
 
-    def fill_decodes(self, plan: StepPlan, host: StepInputs[memoryview], num_rows: int) -> StepShape:
-        """As `fill`, for chunks of one token that all sample, with padding up to `num_rows` requests."""
-        return self._pad(self.fill(plan, host), host, num_rows)
-
-    def fill_padding(self, host: StepInputs[memoryview], num_rows: int) -> StepShape:
-        """A decode step of nobody's requests."""
-        host.query_starts[0] = 0
-        empty = StepShape((), (), 0, 0, 0, 0, reads_last_tokens=False, sampling=_NO_SAMPLING)
-        return self._pad(empty, host, num_rows)
-
-    def _pad(self, shape: StepShape, host: StepInputs[memoryview], num_rows: int) -> StepShape:
-        """Rows of the scratch block's first token, sampled for the slot behind the last one."""
-        first, count = shape.num_chunks, num_rows - shape.num_chunks
-        columns = self._limits.max_blocks_per_request
-        _put(host.token_ids[first:], array("i", [0]) * count)
-        _put(host.token_slots[first:], array("i", [ON_HOST]) * count)
-        _put(host.positions[first:], array("i", [0]) * count)
-        _put(host.kv_rows[first:], array("i", [SCRATCH_BLOCK * self._limits.block_size]) * count)
-        _put(host.query_starts[first + 1 :], array("i", range(first + 1, num_rows + 1)))
-        _put(host.context_lens[first:], array("i", [1]) * count)
-        for row in range(first, num_rows):
-            host.block_tables[row * columns] = SCRATCH_BLOCK
-        _put(host.sample_rows[first:], array("i", range(first, num_rows)))
-        _put(host.sample_slots[first:], array("i", [self._limits.max_num_requests]) * count)
-        _put(host.sample_positions[first:], array("i", [1]) * count)
+    def fill_padding(self, host: StepInputs[memoryview], size: StepSize) -> StepShape:
+        """A step of nobody's requests."""
+        host.header[:] = array("i", (0,) * HEADER_SIZE)
+        self._pad(StepSize(0, 0, 0, 0), size, host)
+        use, _ = self._uses.use((), ())
         return StepShape(
-            starts=shape.starts + (0,) * count,
-            lengths=shape.lengths + (1,) * count,
-            num_tokens=num_rows,
-            num_decodes=num_rows,
-            num_samples=num_rows,
-            num_random=shape.num_random,
-            reads_last_tokens=shape.reads_last_tokens,
-            sampling=shape.sampling,
+            (), (), 0, 0, 0, reads_last_tokens=False, sampling=use, table_rows=0, table_columns=0, size=size
         )
 
-    def _fill_tokens(self, chunks: tuple[TokenChunk, ...], host: StepInputs[memoryview]) -> bool:
-        token_ids, token_slots, positions, kv_rows = array("i"), array("i"), array("i"), array("i")
-        block_size = self._limits.block_size
-        for chunk in chunks:
-            end = chunk.start + chunk.num_tokens
-            if chunk.input_on_device:
-                assert chunk.num_tokens == 1, f"{chunk.num_tokens} tokens of slot {chunk.slot} cannot be on the device"
-                token_ids.append(0)
-                token_slots.append(chunk.slot)
-            else:
-                assert len(chunk.token_ids) == chunk.num_tokens
-                token_ids.extend(chunk.token_ids)
-                token_slots.extend([ON_HOST] * chunk.num_tokens)
-            positions.extend(range(chunk.start, end))
-            block_ids = chunk.block_ids
-            kv_rows.extend([block_ids[p // block_size] * block_size + p % block_size for p in range(chunk.start, end)])
-        _put(host.token_ids, token_ids)
-        _put(host.token_slots, token_slots)
-        _put(host.positions, positions)
-        _put(host.kv_rows, kv_rows)
-        return any(chunk.input_on_device for chunk in chunks)
+    def _fill_decodes(self, columns: StepColumns, host: StepInputs[memoryview]) -> bool:
+        """The tokens of the leading chunks of one token each; whether any is on the device."""
+        count, block_size = columns.num_decodes, self._block_size
+        decodes = columns.chunks if count == len(columns.chunks) else columns.chunks[:count]
+        known = [chunk.token_ids for chunk in decodes]
+        if any(known):
+            assert max(map(len, known)) == 1, f"{max(map(len, known))} ids for a chunk of one token"
+            host.token_ids[:count] = array("i", [ids[0] if ids else 0 for ids in known])
+            slots = [ON_HOST if ids else slot for ids, slot in zip(known, columns.slots, strict=False)]
+            host.token_slots[:count] = array("i", slots)
+        else:
+            host.token_ids[:count] = self._zeros[:count]
+            host.token_slots[:count] = array("i", columns.slots[:count])
+        starts = columns.starts[:count]
+        host.positions[:count] = array("i", starts)
+        try:
+            rows = [
+                block_ids[start // block_size] * block_size + start % block_size
+                for block_ids, start in zip(columns.block_ids, starts, strict=False)
+            ]
+        except IndexError:
+            raise AssertionError(self._beyond_table(columns)) from None
+        host.kv_rows[:count] = array("i", rows)
+        host.query_starts[: count + 1] = self._rising[: count + 1]
+        return not all(known)
 
-    def _fill_tables(self, chunks: tuple[TokenChunk, ...], host: StepInputs[memoryview]) -> None:
-        columns = self._limits.max_blocks_per_request
-        query_starts, context_lens = array("i", [0]), array("i")
-        for index, chunk in enumerate(chunks):
-            query_starts.append(query_starts[-1] + chunk.num_tokens)
-            context_lens.append(chunk.start + chunk.num_tokens)
-            assert len(chunk.block_ids) <= columns, f"{len(chunk.block_ids)} blocks, a table has {columns}"
-            _put(host.block_tables[index * columns :], array("i", chunk.block_ids))
-        _put(host.query_starts, query_starts)
-        _put(host.context_lens, context_lens)
-
-    def _fill_samples(self, chunks: tuple[TokenChunk, ...], host: StepInputs[memoryview]) -> int:
-        rows, slots, positions, random_samples = array("i"), array("i"), array("i"), array("i")
-        end_row = 0
-        for chunk in chunks:
+    def _fill_prefills(self, columns: StepColumns, host: StepInputs[memoryview]) -> None:
+        """The tokens of the other chunks, which follow the decodes."""
+        first, block_size = columns.num_decodes, self._block_size
+        token_ids, positions, kv_rows, query_starts = array("i"), array("i"), array("i"), array("i")
+        end_row = first
+        for chunk in columns.chunks[first:]:
+            start, end = chunk.start, chunk.start + chunk.num_tokens
+            assert len(chunk.token_ids) == chunk.num_tokens, (
+                f"{len(chunk.token_ids)} ids for {chunk.num_tokens} tokens of slot {chunk.slot} behind the decodes"
+            )
+            assert end <= len(chunk.block_ids) * block_size, self._beyond_table(columns)
+            token_ids.extend(chunk.token_ids)
+            positions.extend(range(start, end))
+            for block in range(start // block_size, -(-end // block_size)):
+                row = (chunk.block_ids[block] - block) * block_size  # of the request's position 0, were it in one piece
+                kv_rows.extend(range(row + max(start, block * block_size), row + min(end, (block + 1) * block_size)))
             end_row += chunk.num_tokens
-            if not chunk.samples:
-                continue
-            if self._slots[chunk.slot].is_random:
-                random_samples.append(len(rows))
-            rows.append(end_row - 1)
-            slots.append(chunk.slot)
-            positions.append(chunk.start + chunk.num_tokens)
-        _put(host.sample_rows, rows)
-        _put(host.sample_slots, slots)
-        _put(host.sample_positions, positions)
-        _put(host.random_samples, random_samples)
-        return len(random_samples)
+            query_starts.append(end_row)
+        host.token_ids[first:end_row] = token_ids
+        host.token_slots[first:end_row] = self._on_host[: end_row - first]
+        host.positions[first:end_row] = positions
+        host.kv_rows[first:end_row] = kv_rows
+        host.query_starts[first + 1 : first + 1 + len(query_starts)] = query_starts
 
+    def _fill_tables(self, columns: StepColumns, host: StepInputs[memoryview]) -> int:
+        """Columns of the tables."""
+        width = self._width.fit(max(map(len, columns.block_ids)))
+        staged = self._tables.get(id(host))
+        if staged is None:
+            # The arrays are kept: another's could have their id otherwise.
+            staged = self._tables[id(host)] = (host, StagedTables(host.block_tables, self._limits))
+        staged[1].write(columns.slots, columns.block_ids, width)
+        return width
 
-def _count_decodes(chunks: tuple[TokenChunk, ...]) -> int:
-    """Leading chunks of one token: they can be attended together, whoever they belong to."""
-    for index, chunk in enumerate(chunks):
-        if chunk.num_tokens > 1:
-            return index
-    return len(chunks)
+    def _fill_samples(
+        self, columns: StepColumns, contexts: list[int], host: StepInputs[memoryview]
+    ) -> tuple[SamplingUse, int]:
+        """Which sampling steps are in use, and how many samples draw."""
+        count = columns.size.num_samples
+        slots, positions = columns.slots, contexts
+        if count == columns.size.num_tokens:
+            host.sample_rows[:count] = self._rising[:count]
+        else:
+            slots, positions = list(compress(slots, columns.samples)), list(compress(contexts, columns.samples))
+            rows = [end_row - 1 for end_row in compress(accumulate(columns.lengths), columns.samples)]
+            host.sample_rows[:count] = array("i", rows)
+        host.sample_slots[:count] = array("i", slots)
+        host.sample_positions[:count] = array("i", positions)
+        use, is_any_random = self._uses.use(slots, positions)
+        drawn = array("i", self._uses.random_samples(slots)) if is_any_random else ()
+        if drawn:
+            host.random_samples[: len(drawn)] = drawn
+        return use, len(drawn)
 
+    def _pad(self, exact: StepSize, size: StepSize, host: StepInputs[memoryview]) -> None:
+        first, end = exact.num_tokens, size.num_tokens
+        if first < end:
+            for target, padding in (
+                (host.token_ids, self._zeros),
+                (host.token_slots, self._on_host),
+                (host.positions, self._zeros),
+                (host.kv_rows, self._scratch_rows),
+            ):
+                target[first:end] = padding[first:end]
+        first, end = exact.num_samples, size.num_samples
+        if first < end:
+            host.sample_rows[first:end] = self._zeros[first:end]
+            host.sample_slots[first:end] = self._no_slots[first:end]
+            host.sample_positions[first:end] = self._ones[first:end]
 
-def _sampling_use(samples: list[tuple[SlotSampling, int]]) -> SamplingUse:
-    drawn = [sampling for sampling, _ in samples if sampling.is_random]
-    return SamplingUse(
-        penalty=any(sampling.repetition_penalty != 1 for sampling, _ in samples),
-        min_tokens=any(sampling.stop_ids and position < sampling.min_position for sampling, position in samples),
-        top_k_or_top_p=any(sampling.top_k > 0 or sampling.top_p < 1 for sampling in drawn),
-        min_p=any(sampling.min_p > 0 for sampling in drawn),
-        logprobs=any(sampling.logprobs for sampling, _ in samples),
-    )
+    def _beyond_table(self, columns: StepColumns) -> str:
+        """Of the first chunk for which it is true."""
+        for slot, start, length, block_ids in zip(
+            columns.slots, columns.starts, columns.lengths, columns.block_ids, strict=True
+        ):
+            if start + length > len(block_ids) * self._block_size:
+                return (
+                    f"positions {start} .. {start + length - 1} of slot {slot} are beyond its table of "
+                    f"{len(block_ids)} blocks of {self._block_size} tokens"
+                )
+        return "a chunk is beyond its block table"
 
 
 def _tokens_of(ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
     return tuple(token_id for token_id in ids if 0 <= token_id < vocab_size)
-
-
-def _put(target: memoryview, values: "array[int]") -> None:
-    target[: len(values)] = memoryview(values)

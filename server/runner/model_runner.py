@@ -8,8 +8,9 @@ from typing import Generic
 from server.models.decoder import Decoder
 from server.models.facts import ModelFacts
 from server.ops.interface import Activations, BufferT, Operations, PendingTokens
-from server.runner.graphs import DecodeGraphs
+from server.runner.graphs import StepGraphs
 from server.runner.input_batch import InputBatch, slot_sampling
+from server.runner.step_columns import StepColumns
 from server.scheduler.plan import SampledToken, StepPlan, StepResult
 
 
@@ -49,21 +50,21 @@ class ModelRunner(Generic[BufferT]):
         self._ops = ops
         self._decoder = Decoder(facts, ops)
         self._batch = InputBatch(ops.limits)
-        self._graphs = DecodeGraphs(ops, self._run)
+        self._graphs = StepGraphs(ops, self._run)
 
     @property
     def graph_size(self) -> int:
-        """Rows of the graph that the last step replayed; 0: its operations were issued one by one."""
+        """Token rows of the graph that the last step replayed; 0: its operations were issued one by one."""
         return self._graphs.replayed_size
 
     @property
     def num_graphs(self) -> int:
-        """Decode graphs recorded so far."""
+        """Graphs recorded so far."""
         return self._graphs.num_graphs
 
     @property
     def num_graphs_wanted(self) -> int:
-        """Decode graphs when `prepare` has done all; 0 on a backend without graphs."""
+        """Graphs when `prepare` has done all; 0 on a backend without graphs."""
         return len(self._graphs.sizes)
 
     def submit(self, plan: StepPlan) -> PendingStep:
@@ -74,17 +75,17 @@ class ModelRunner(Generic[BufferT]):
                 sampling = slot_sampling(reset, self._eos_token_ids, self._vocab_size)
                 self._batch.reset_slot(reset.slot, sampling)
                 ops.reset_slot(reset.slot, sampling)
-            num_rows = self._graphs.padded_size(len(plan.chunks)) if _is_decode(plan) else None
+            columns = StepColumns.of(plan)
+            size = self._graphs.padded_size(columns.size)
             self._graphs.replayed_size = 0
-            if num_rows is None:
-                shape = self._batch.fill(plan, ops.next_staging())
-                act = ops.begin_step(shape)
+            shape = self._batch.fill(columns, ops.next_staging(), size)
+            act = ops.begin_step(shape)
+            if size is None:
                 self._decoder.forward(act)
                 if shape.num_samples:
                     ops.sample(act.logits)
             else:
-                shape = self._batch.fill_decodes(plan, ops.next_staging(), num_rows)
-                self._graphs.run_decodes(shape, ops.begin_step(shape))
+                self._graphs.run(shape, act)
             return PendingStep(plan, ops.fetch_tokens())
 
     def prepare(self) -> bool:
@@ -98,7 +99,7 @@ class ModelRunner(Generic[BufferT]):
             if self._graphs.has_run(size):
                 self._graphs.record(shape)
             else:
-                self._graphs.run_decodes(shape, act)
+                self._graphs.run(shape, act)
             self._ops.fetch_tokens()
         return True
 
@@ -106,8 +107,3 @@ class ModelRunner(Generic[BufferT]):
         """What a graph holds."""
         self._decoder.forward(act)
         self._ops.sample(act.logits)
-
-
-def _is_decode(plan: StepPlan) -> bool:
-    """Every request computes one token and samples the next."""
-    return all(chunk.num_tokens == 1 and chunk.samples for chunk in plan.chunks)

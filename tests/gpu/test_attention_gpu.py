@@ -93,17 +93,13 @@ def test_recorded_decodes_follow_new_contexts(gpu: Gpu) -> None:
     rig = gpu.rig(QWEN2_7B)
     first = make_batch(rig.facts, rig.limits, [(0, 1)] * 5, 5)
     loaded = rig.load(first)
-    rig.attention.plan(first.shape)
+    rig.attention.plan(first.shape.size)
     rig.driver.begin_capture(rig.stream)
     rig.launch(loaded)
     graph = rig.driver.end_capture(rig.stream)
     for contexts in ((8000, 65, 1, 500, 2), (1, 1, 7000, 64, 1)):
         batch = make_batch(rig.facts, rig.limits, [(context - 1, 1) for context in contexts], 5)
-        rig.write(loaded.qkv, batch.qkv)
-        for buffer, pool in zip((loaded.keys, loaded.values), batch.pool, strict=True):
-            rig.write(buffer, pool)
-        rig.write(loaded.inputs.context_lens, batch.context_lens)
-        rig.write(loaded.inputs.block_tables, batch.block_tables)
+        rig.reload(loaded, batch)
         rig.driver.launch_graph_async(graph, rig.stream)
         assert_exact(rig.result(loaded), batch, "cuda")
     rig.driver.destroy_graph(graph)
@@ -141,14 +137,19 @@ class Stopwatch:
         contexts = torch.tensor([sum(chunk) for chunk in chunks], dtype=torch.int32)
         blocks = -(-contexts // limits.block_size)
         ids = (torch.randperm(limits.num_blocks - 1) + 1).int()
-        tables = torch.zeros(len(chunks), limits.max_blocks_per_request, dtype=torch.int32)
+        columns = 1 << (int(blocks.max()) - 1).bit_length()
+        tables = torch.zeros(len(chunks), columns, dtype=torch.int32)
         for row, end, count in zip(tables, blocks.cumsum(0).tolist(), blocks.tolist(), strict=True):
             row[:count] = ids[end - count : end]
+        header = torch.tensor([num_decodes, len(chunks), shape.size.num_tokens, columns], dtype=torch.int32)
         starts = torch.tensor([0, *shape.lengths]).cumsum(0).int()
-        arrays = [rig.upload(array) for array in (starts, contexts, tables)]
+        slots = torch.arange(len(chunks), dtype=torch.int32)
+        arrays = [rig.upload(array) for array in (header, starts, contexts, slots, tables)]
         none = Buffer(0, (0,), "int32")
-        inputs = StepInputs(none, none, none, none, arrays[0], arrays[1], none, none, none, none, arrays[2])
-        rig.attention.plan(shape)
+        inputs = StepInputs(
+            arrays[0], none, none, none, none, arrays[1], arrays[2], arrays[3], none, none, none, none, arrays[4]
+        )
+        rig.attention.plan(shape.size)
         rig.driver.begin_capture(rig.stream)
         for keys, values in self.pools:
             rig.attention.attend(self.qkv, keys, values, inputs, self.out)

@@ -156,7 +156,7 @@ def test_a_replayed_step_is_the_step_itself(gpu: Gpu, small: TinyWeights) -> Non
 def test_memory_is_what_was_announced(gpu: Gpu, capsys: pytest.CaptureFixture[str]) -> None:
     """With a graph of every size, of a model as deep as a real one."""
     model = model_of("qwen2", "bfloat16", 128, 7, num_layers=28)
-    limits = BatchLimits(2048, 256, 4096, 257, 16)
+    limits = BatchLimits(2048, 256, 4096, 257, 16, max_mixed_tokens=512)
     run_requests(model, gpu.build(model), waves()[:1])  # what libraries allocate once is theirs
     before, _ = gpu.driver.memory_info()
     ops = gpu.build(model, limits)

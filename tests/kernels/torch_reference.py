@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from server.models.facts import ModelFacts
-from server.ops.interface import ON_HOST, BatchLimits, StepShape
+from server.ops.interface import ON_HOST, BatchLimits, StepShape, StepSize
 from server.ops.sampling import SamplingUse
 from server.ops.torch.backend import create_backend
 from server.ops.torch.operations import TorchOperations
@@ -58,9 +58,14 @@ def begin_step(ops: TorchOperations, positions: list[int], kv_rows: list[int]) -
     for index, (position, kv_row) in enumerate(zip(positions, kv_rows, strict=True)):
         host.token_ids[index], host.token_slots[index] = 0, ON_HOST
         host.positions[index], host.kv_rows[index] = position, kv_row
+        host.slots[index] = index
         host.context_lens[index], host.query_starts[index + 1] = position + 1, index + 1
     num_tokens = len(positions)
-    ops.begin_step(StepShape(tuple(positions), (1,) * num_tokens, num_tokens, num_tokens, 0, 0, False, NO_SAMPLING))
+    size = StepSize(num_tokens, num_tokens, 0, 0)
+    columns = LIMITS.max_blocks_per_request
+    ops.begin_step(
+        StepShape(positions, [1] * num_tokens, num_tokens, 0, 0, False, NO_SAMPLING, num_tokens, columns, size)
+    )
 
 
 def assert_rounded_once(found: Tensor, exact: Tensor, absolute: float = 0.0) -> None:

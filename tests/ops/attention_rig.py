@@ -15,7 +15,7 @@ from server.ops.cuda.attention import CudaAttention, attention_bytes
 from server.ops.cuda.buffer import Buffer
 from server.ops.cuda.driver import DeviceFacts, Driver, KernelImage
 from server.ops.cuda.kernels import Kernels
-from server.ops.interface import BatchLimits, StepInputs, StepShape
+from server.ops.interface import BatchLimits, StepInputs, StepShape, StepSize
 from server.ops.sampling import SamplingUse
 from server.ops.torch.attention import allocate_workspace, paged_attention, plan_tiles
 
@@ -35,9 +35,10 @@ def attention_facts(*, num_kv_heads: int, group_size: int, head_dim: int, dtype:
     return ModelFacts("Qwen2ForCausalLM", *sizes, 1e-6, 1e4, None, False, False, False, True, dtype)
 
 
-def step_shape(chunks: Sequence[Chunk], num_decodes: int) -> StepShape:
+def step_shape(chunks: Sequence[Chunk], num_decodes: int, num_slots: int = 0, table_columns: int = 0) -> StepShape:
     starts, lengths = zip(*chunks, strict=True)
-    return StepShape(starts, lengths, sum(lengths), num_decodes, 0, 0, False, NO_SAMPLING)
+    size = StepSize(sum(lengths), num_decodes, len(chunks) - num_decodes, 0)
+    return StepShape(starts, lengths, num_decodes, 0, 0, False, NO_SAMPLING, num_slots, table_columns, size)
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,16 @@ class Batch:
     shape: StepShape
     qkv: Tensor  # [tokens, kv_heads, group + 2, head_dim]
     pool: Tensor  # [2, rows, kv_heads, head_dim]
+    header: Tensor
     query_starts: Tensor
     context_lens: Tensor
-    block_tables: Tensor
+    slots: Tensor
+    block_tables: Tensor  # [slots, columns]
     pool_rows: list[Tensor]  # of each chunk's context
+
+    @property
+    def num_tokens(self) -> int:
+        return self.shape.size.num_tokens
 
     @property
     def queries(self) -> Tensor:
@@ -66,28 +73,35 @@ class Batch:
 def make_batch(
     facts: ModelFacts, limits: BatchLimits, chunks: Sequence[Chunk], num_decodes: int, sharpness: float = 1.0
 ) -> Batch:
-    """Random q, k and v; the blocks of all requests are shuffled over the pool. `sharpness` multiplies the scores."""
-    shape = step_shape(chunks, num_decodes)
+    """Random q, k and v; slots, and the blocks of all requests, are shuffled. `sharpness` multiplies the scores."""
+    longest = max(-(-sum(chunk) // limits.block_size) for chunk in chunks)
+    num_columns = min(1 << (longest - 1).bit_length(), limits.max_blocks_per_request)
+    shape = step_shape(chunks, num_decodes, limits.max_num_requests, num_columns)
     dtype, block_size = TORCH_DTYPES[facts.dtype], limits.block_size
     pool = torch.full((2, limits.num_blocks * block_size, facts.num_kv_heads, facts.head_dim), torch.nan, dtype=dtype)
     free = (torch.randperm(limits.num_blocks - 1) + 1).tolist()
-    tables = torch.full((limits.max_num_requests, limits.max_blocks_per_request), NO_BLOCK, dtype=torch.int32)
+    slots = torch.full((limits.max_num_requests,), NO_BLOCK, dtype=torch.int32)
+    slots[: len(chunks)] = torch.randperm(limits.max_num_requests)[: len(chunks)]
+    tables = torch.full((limits.max_num_requests, num_columns), NO_BLOCK, dtype=torch.int32)
     pool_rows = []
     for index, (start, length) in enumerate(chunks):
         context = start + length
         block_ids = torch.tensor([free.pop() for _ in range(-(-context // block_size))])
-        tables[index, : len(block_ids)] = block_ids
+        tables[slots[index], : len(block_ids)] = block_ids
         rows = (block_ids[:, None] * block_size + torch.arange(block_size)).flatten()[:context]
         pool[:, rows] = torch.randn(2, context, facts.num_kv_heads, facts.head_dim).to(dtype)
         pool_rows.append(rows)
-    qkv = torch.full((shape.num_tokens, facts.num_kv_heads, facts.group_size + 2, facts.head_dim), torch.nan)
-    qkv[:, :, :-2] = torch.randn(shape.num_tokens, facts.num_kv_heads, facts.group_size, facts.head_dim) * sharpness
+    qkv = torch.full((shape.size.num_tokens, facts.num_kv_heads, facts.group_size + 2, facts.head_dim), torch.nan)
+    qkv[:, :, :-2] = (
+        torch.randn(shape.size.num_tokens, facts.num_kv_heads, facts.group_size, facts.head_dim) * sharpness
+    )
     ends = torch.tensor(shape.lengths).cumsum(0)
     query_starts = torch.full((limits.max_num_requests + 1,), NO_BLOCK, dtype=torch.int32)
     query_starts[0], query_starts[1 : len(chunks) + 1] = 0, ends
     context_lens = torch.full((limits.max_num_requests,), NO_BLOCK, dtype=torch.int32)
     context_lens[: len(chunks)] = torch.tensor([sum(chunk) for chunk in chunks])
-    return Batch(shape, qkv.to(dtype), pool, query_starts, context_lens, tables, pool_rows)
+    header = torch.tensor([num_decodes, len(chunks), shape.size.num_tokens, num_columns], dtype=torch.int32)
+    return Batch(shape, qkv.to(dtype), pool, header, query_starts, context_lens, slots, tables, pool_rows)
 
 
 def exact_attention(batch: Batch, device: str = "cpu") -> tuple[Tensor, Tensor]:
@@ -125,8 +139,8 @@ def torch_attention(batch: Batch, limits: BatchLimits) -> Tensor:
     none = torch.empty(0, dtype=torch.int32)
     positions = torch.cat([torch.arange(start, start + (t.stop - t.start)) for t, start, _ in batch.chunks()])
     inputs = StepInputs(
-        none, none, positions.int(), none, batch.query_starts, batch.context_lens, none, none, none, none,
-        batch.block_tables,
+        none, none, none, positions.int(), none, batch.query_starts, batch.context_lens, batch.slots, none, none, none,
+        none, batch.block_tables.flatten(),
     )  # fmt: skip
     queries, pool = batch.queries.float(), batch.pool.float()
     out = torch.empty(queries.shape)
@@ -146,6 +160,8 @@ class AttentionRig:
         facts: ModelFacts,
         limits: BatchLimits,
         device: DeviceFacts | None = None,
+        *,
+        last_split_combines: bool = False,
     ) -> None:
         self.driver, self.facts, self.limits = driver, facts, limits
         self.stream = driver.create_stream()
@@ -154,7 +170,11 @@ class AttentionRig:
         self.arena = Arena(driver, ALIGNMENT + num_bytes)
         workspace = self.arena.take(BufferSpec((ALIGNMENT,), "uint8")).address + ALIGNMENT
         driver.fill_async(workspace, 0xFF, num_bytes, self.stream)  # NaN
-        self.attention = CudaAttention(self.kernels, facts, limits, device or driver.facts, self.arena)
+        self.attention = CudaAttention(
+            self.kernels, facts, limits, device or driver.facts, self.arena, last_split_combines=last_split_combines
+        )
+        arrivals = self.attention.arrivals
+        driver.fill_async(arrivals.address, 0, arrivals.num_bytes, self.stream)
 
     def upload(self, tensor: Tensor) -> Buffer:
         """A copy in memory of its own."""
@@ -180,34 +200,53 @@ class AttentionRig:
 
     def load(self, batch: Batch) -> "DeviceBatch":
         """The batch in device memory; `out` has rows behind the step's."""
-        facts, num_tokens = self.facts, batch.shape.num_tokens
+        facts, num_tokens = self.facts, batch.num_tokens
         out = torch.full((num_tokens + NUM_ROWS_AFTER, facts.num_heads * facts.head_dim), SENTINEL)
         unused = Buffer(0, (0,), "int32")
-        query_starts, context_lens, block_tables = (
-            self.upload(array) for array in (batch.query_starts, batch.context_lens, batch.block_tables)
+        tables = torch.full((self.limits.max_num_requests * self.limits.max_blocks_per_request,), NO_BLOCK)
+        tables[: batch.block_tables.numel()] = batch.block_tables.flatten()
+        header, query_starts, context_lens, slots, block_tables = (
+            self.upload(array)
+            for array in (batch.header, batch.query_starts, batch.context_lens, batch.slots, tables.int())
         )
         inputs = StepInputs(
-            unused, unused, unused, unused, query_starts, context_lens, unused, unused, unused, unused, block_tables
-        )
+            header, unused, unused, unused, unused, query_starts, context_lens, slots, unused, unused, unused, unused,
+            block_tables,
+        )  # fmt: skip
         qkv = self.upload(batch.qkv.view(num_tokens, facts.qkv_rows))
         keys, values = (self.upload(pool) for pool in batch.pool)
         return DeviceBatch(batch, qkv, keys, values, inputs, self.upload(out.to(batch.qkv.dtype)))
 
+    def reload(self, loaded: "DeviceBatch", batch: Batch) -> None:
+        """Another batch of as many tokens in the same memory."""
+        inputs = loaded.inputs
+        for buffer, tensor in (
+            (loaded.qkv, batch.qkv),
+            (loaded.keys, batch.pool[0]),
+            (loaded.values, batch.pool[1]),
+            (inputs.header, batch.header),
+            (inputs.query_starts, batch.query_starts),
+            (inputs.context_lens, batch.context_lens),
+            (inputs.slots, batch.slots),
+            (inputs.block_tables, batch.block_tables),
+        ):
+            self.write(buffer, tensor)
+
     def launch(self, loaded: "DeviceBatch") -> None:
-        out = loaded.out.rows(0, loaded.batch.shape.num_tokens)
+        out = loaded.out.rows(0, loaded.batch.num_tokens)
         self.attention.attend(loaded.qkv, loaded.keys, loaded.values, loaded.inputs, out)
 
     def result(self, loaded: "DeviceBatch") -> Tensor:
         """[tokens, kv_heads, group, head_dim]; nothing behind it was touched."""
         rows = self.read(loaded.out)
-        num_tokens = loaded.batch.shape.num_tokens
+        num_tokens = loaded.batch.num_tokens
         assert (rows[num_tokens:] == SENTINEL).all()
         return rows[:num_tokens].view(loaded.batch.queries.shape)
 
-    def attend(self, batch: Batch) -> Tensor:
-        """Plan, launch, and read the result."""
+    def attend(self, batch: Batch, size: StepSize | None = None) -> Tensor:
+        """Plan for the batch or a larger `size`, launch, and read the result."""
         loaded = self.load(batch)
-        self.attention.plan(batch.shape)
+        self.attention.plan(batch.shape.size if size is None else size)
         self.launch(loaded)
         result = self.result(loaded)
         loaded.free(self.driver)
@@ -229,7 +268,7 @@ class DeviceBatch:
         inputs = self.inputs
         for buffer in (self.qkv, self.keys, self.values, self.out):
             driver.free(buffer.address)
-        for buffer in (inputs.query_starts, inputs.context_lens, inputs.block_tables):
+        for buffer in (inputs.header, inputs.query_starts, inputs.context_lens, inputs.slots, inputs.block_tables):
             driver.free(buffer.address)
 
 

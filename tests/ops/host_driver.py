@@ -90,6 +90,7 @@ class HostDriver:
         self._graphs: dict[int, list[Work]] = {}
         self._captures: dict[int, Capture] = {}
         self._has_gemms = False
+        self.num_copied_bytes = 0  # by all copies that have run
 
     # For tests
 
@@ -251,6 +252,7 @@ class HostDriver:
                 self.memory.check(*_range(source, num_bytes), write=False)
                 self.memory.check(*_range(dest, num_bytes), write=True)
             ctypes.memmove(dest[0], source[0], num_bytes)
+            self.num_copied_bytes += num_bytes
 
         self._issue(self._enter(name, stream), copy)
 

@@ -9,7 +9,7 @@ import itertools
 import math
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from server.ops.cuda.arguments import PackedArguments
 from server.ops.cuda.driver import KernelImage
 from tests.ops.host_memory import BadAccess, HostMemory
 
+program_order: Callable[[Iterable[tuple[int, ...]]], Iterable[tuple[int, ...]]] = iter  # tests may set another
 _lock = threading.Lock()  # the interpreter has one grid index per process
 _memory: HostMemory | None = None  # of the launch that runs
 
@@ -60,7 +61,7 @@ class HostFunction:
             interpreter._patch_lang(self._function.fn)
             builder = interpreter.interpreter_builder
             builder.set_grid_dim(*grid)
-            for index in itertools.product(*map(range, grid)):
+            for index in program_order(itertools.product(*map(range, grid))):
                 builder.grid_idx = index
                 program(**arguments)
 

@@ -15,7 +15,7 @@ from server.ops.cuda.attention import (
     attention_bytes,
 )
 from server.ops.cuda.driver import DeviceFacts
-from server.ops.interface import BatchLimits
+from server.ops.interface import BatchLimits, StepSize
 from tests.ops.attention_rig import (
     AttentionRig,
     Chunk,
@@ -44,9 +44,11 @@ def make_rig(
     dtype: str = "float16",
     limits: BatchLimits | None = None,
     device: DeviceFacts = SMALL,
+    last_split_combines: bool = False,
 ) -> AttentionRig:
     facts = attention_facts(num_kv_heads=num_kv_heads, group_size=group_size, head_dim=head_dim, dtype=dtype)
-    return AttentionRig(HostDriver(), host_images(), facts, limits or limits_of(16), device)
+    limits = limits or limits_of(16)
+    return AttentionRig(HostDriver(), host_images(), facts, limits, device, last_split_combines=last_split_combines)
 
 
 def attend(rig: AttentionRig, chunks: list[Chunk], num_decodes: int, sharpness: float = 1.0) -> Tensor:
@@ -139,17 +141,57 @@ def test_recorded_decodes_follow_new_contexts_and_blocks() -> None:
     rig = make_rig(device=LARGE)
     short = make_batch(rig.facts, rig.limits, [(0, 1), (1, 1), (2, 1)], num_decodes=3)
     loaded = rig.load(short)
-    rig.attention.plan(short.shape)
+    rig.attention.plan(short.shape.size)
     rig.driver.begin_capture(rig.stream)
     rig.launch(loaded)
     graph = rig.driver.end_capture(rig.stream)
     for contexts in ((300, 65, 1), (1, 1, 700)):
         batch = make_batch(rig.facts, rig.limits, [(context - 1, 1) for context in contexts], num_decodes=3)
-        rig.write(loaded.qkv, batch.qkv)
-        for buffer, pool in zip((loaded.keys, loaded.values), batch.pool, strict=True):
-            rig.write(buffer, pool)
-        rig.write(loaded.inputs.context_lens, batch.context_lens)
-        rig.write(loaded.inputs.block_tables, batch.block_tables)
+        rig.reload(loaded, batch)
+        rig.driver.launch_graph_async(graph, rig.stream)
+        assert_exact(rig.result(loaded), batch)
+
+
+@pytest.mark.parametrize("device", [SMALL, LARGE], ids=["unsplit", "split"])
+@pytest.mark.parametrize("last_split_combines", [False, True])
+def test_launches_for_a_larger_step_give_the_same_bits_and_leave_the_rest_alone(
+    device: DeviceFacts, last_split_combines: bool
+) -> None:
+    """The counts of chunks stand in memory: what is launched for chunks that are not there does nothing."""
+    rig = make_rig(device=device, last_split_combines=last_split_combines)
+    size = StepSize(num_tokens=96, num_decodes=6, num_prefills=8, num_samples=8)
+    rig.attention.plan(size)
+    num_splits = rig.attention._plan.num_splits
+    for chunks, num_decodes in (
+        ([(70, 1), (3, 1), (40, 30), (0, 33)], 2),
+        ([(64, 1), (300, 1), (0, 1), (5, 1), (63, 1), (8, 1)], 6),
+        ([(0, 64), (100, 2), (9, 1)], 0),
+    ):
+        batch = make_batch(rig.facts, rig.limits, chunks, num_decodes)
+        padded = rig.attend(batch, size)
+        assert_exact(padded, batch)
+        exact = StepSize(batch.num_tokens, num_decodes, len(chunks) - num_decodes, 0)
+        if not num_decodes or _num_splits(num_decodes, 1, device.num_multiprocessors) == num_splits:
+            assert torch.equal(padded, rig.attend(batch, exact))
+
+
+def test_a_recorded_mixed_step_follows_other_counts_of_decodes_and_chunks() -> None:
+    rig = make_rig(device=LARGE)
+    size = StepSize(num_tokens=64, num_decodes=6, num_prefills=4, num_samples=8)
+    first = make_batch(rig.facts, rig.limits, [(0, 64)], num_decodes=0)
+    loaded = rig.load(first)
+    rig.attention.plan(size)
+    rig.driver.begin_capture(rig.stream)
+    rig.launch(loaded)
+    graph = rig.driver.end_capture(rig.stream)
+    for chunks, num_decodes in (
+        ([(250, 1), (15, 1), (0, 20), (100, 42)], 2),
+        ([(9, 60), (0, 1), (3, 2), (7, 1)], 0),
+        ([(0, 1), (600, 63)], 1),
+    ):
+        batch = make_batch(rig.facts, rig.limits, chunks, num_decodes)
+        assert batch.num_tokens == 64
+        rig.reload(loaded, batch)
         rig.driver.launch_graph_async(graph, rig.stream)
         assert_exact(rig.result(loaded), batch)
 
@@ -167,7 +209,7 @@ def test_step_without_decodes_or_without_prefills_launches_only_what_it_has() ->
 def test_workspace_holds_the_splits_of_every_step(num_multiprocessors: int, num_kv_heads: int) -> None:
     limits = limits_of(16, max_num_requests=300)
     facts = attention_facts(num_kv_heads=num_kv_heads, group_size=3, head_dim=64)
-    means, weights = _workspace_specs(facts, limits)
+    means, weights, _ = _workspace_specs(facts, limits)
     assert weights.shape == means.shape[:1]
     for num_decodes in range(1, limits.max_num_requests + 1):
         num_splits = _num_splits(num_decodes, num_kv_heads, num_multiprocessors)

@@ -17,7 +17,7 @@ from server.ops.cuda.sizes import GRAPH_BYTES, activation_bound_bytes, kv_pool_s
 from server.ops.cuda.staging import NUM_FETCHES, Staging, TokenRing, staging_spec
 from server.ops.cuda.support import why_unsupported
 from server.ops.cuda.weights import weight_buffers
-from server.ops.interface import Activations, BatchLimits, StepInputs, StepShape
+from server.ops.interface import Activations, BatchLimits, StepInputs, StepShape, StepSize
 from server.ops.sampling import SamplingUse
 from server.weights.layout import weight_layout
 from tests.ops.host_driver import HostDriver, as_tensor, to_device
@@ -74,16 +74,21 @@ def ops(driver: HostDriver, stream: Stream) -> CudaOperations:
     return made
 
 
+COLUMNS = LIMITS.max_blocks_per_request
+
+
 def decode_shape(num_requests: int) -> StepShape:
     return StepShape(
         starts=(0,) * num_requests,
         lengths=(1,) * num_requests,
-        num_tokens=num_requests,
         num_decodes=num_requests,
         num_samples=num_requests,
         num_random=0,
         reads_last_tokens=False,
         sampling=NO_SAMPLING,
+        table_rows=num_requests,
+        table_columns=COLUMNS,
+        size=StepSize(num_requests, num_requests, 0, num_requests),
     )
 
 
@@ -227,7 +232,7 @@ def test_one_copy_takes_every_array_to_its_place(driver: HostDriver, stream: Str
     for number, field in enumerate(fields(StepInputs)):
         values = getattr(host, field.name)
         values[:] = memoryview(torch.arange(len(values), dtype=torch.int32).add(1000 * number).numpy())
-    staging.upload(LIMITS.max_num_requests)
+    staging.upload(decode_shape(LIMITS.max_num_requests))
     assert driver.calls["copy_to_device_async"] == 1
     for field in fields(StepInputs):
         device = getattr(staging.inputs, field.name)
@@ -237,22 +242,25 @@ def test_one_copy_takes_every_array_to_its_place(driver: HostDriver, stream: Str
 
 def test_only_the_block_tables_of_a_step_are_copied(driver: HostDriver, stream: Stream) -> None:
     staging = Staging(driver, stream, LIMITS, packed_buffer(driver, staging_spec(LIMITS)))
-    columns = LIMITS.max_blocks_per_request
-    staging.next_host().block_tables[: 3 * columns] = memoryview(torch.ones(3 * columns, dtype=torch.int32).numpy())
-    staging.upload(2)
-    assert as_tensor(staging.inputs.block_tables).tolist() == [1] * 2 * columns + [-1] * 3 * columns
+    host = staging.next_host()
+    host.block_tables[:] = memoryview(torch.ones(len(host.block_tables), dtype=torch.int32).numpy())
+    before = driver.num_copied_bytes
+    staging.upload(replace(decode_shape(2), table_rows=3, table_columns=4))
+    assert as_tensor(staging.inputs.block_tables).tolist() == [1] * 12 + [-1] * (len(host.block_tables) - 12)
+    offset = staging.inputs.block_tables.address - staging.inputs.header.address
+    assert driver.num_copied_bytes - before == offset + 12 * 4
 
 
 def test_a_step_may_be_filled_while_the_one_before_is_copied(driver: HostDriver, stream: Stream) -> None:
     staging = Staging(driver, stream, LIMITS, packed_buffer(driver, staging_spec(LIMITS)))
     first = staging.next_host()
     first.token_ids[0] = 11
-    staging.upload(1)
+    staging.upload(decode_shape(1))
     second = staging.next_host()
     second.token_ids[0] = 12
     assert first.token_ids[0] == 11
     assert as_tensor(staging.inputs.token_ids)[0] == 11
-    staging.upload(1)
+    staging.upload(decode_shape(1))
     assert as_tensor(staging.inputs.token_ids)[0] == 12
     assert staging.next_host().token_ids[0] == 11, "the two take turns"
 
@@ -312,8 +320,10 @@ def begin(ops: CudaOperations, num_requests: int) -> Activations[Buffer]:
         host.token_slots[row] = -1
         host.query_starts[row], host.query_starts[row + 1] = row, row + 1
         host.context_lens[row] = host.sample_positions[row] = 1
-        host.sample_rows[row] = host.sample_slots[row] = row
-        host.block_tables[row * LIMITS.max_blocks_per_request] = 0
+        host.sample_rows[row] = host.sample_slots[row] = host.slots[row] = row
+        host.block_tables[row * COLUMNS] = 0
+    for place, number in enumerate((num_requests, num_requests, num_requests, COLUMNS)):
+        host.header[place] = number
     return ops.begin_step(decode_shape(num_requests))
 
 
@@ -391,12 +401,8 @@ def test_the_first_of_two_errors_of_a_recording_is_told(ops: CudaOperations, dri
         ops.capture(decode_shape(1), run)
 
 
-def test_only_decode_steps_are_recorded(ops: CudaOperations) -> None:
+def test_operations_that_record_nothing_refuse_to(ops: CudaOperations) -> None:
     assert ops.max_graph_requests == LIMITS.max_num_requests
-    for shape in (
-        decode_shape(LIMITS.max_num_requests + 1),
-        replace(decode_shape(2), num_samples=1),
-        replace(decode_shape(2), num_decodes=1, lengths=(1, 3), num_tokens=4),
-    ):
-        with pytest.raises(AssertionError, match="a graph of"):
-            ops.capture(shape, lambda act: None)
+    ops.max_graph_requests = 0
+    with pytest.raises(AssertionError, match="made to record nothing"):
+        ops.capture(decode_shape(1), lambda act: None)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from server.models.facts import DType, ModelFacts
-from server.ops.interface import ON_HOST, BatchLimits, Linear, StepShape
+from server.ops.interface import ON_HOST, BatchLimits, Linear, StepShape, StepSize
 from server.ops.sampling import SamplingUse
 from server.ops.torch.backend import create_backend
 from server.ops.torch.operations import TorchOperations
@@ -35,6 +35,7 @@ FACTS = ModelFacts(
 LIMITS = BatchLimits(max_batched_tokens=32, max_num_requests=4, max_model_len=64, num_blocks=17, block_size=8)
 # Two decodes, then two prefill chunks: (start, tokens, blocks).
 CHUNKS = ((20, 1, (3, 9, 1)), (8, 1, (2, 4)), (5, 7, (16, 7)), (0, 9, (11, 12)))
+SLOTS = (2, 0, 3, 1)
 DTYPES: tuple[DType, ...] = ("float32", "bfloat16")
 NO_SAMPLING = SamplingUse(penalty=False, min_tokens=False, top_k_or_top_p=False, min_p=False, logprobs=False)
 
@@ -72,12 +73,15 @@ def bench(request: pytest.FixtureRequest) -> Bench:
             bench.token_ids.append(host.token_ids[row])
             bench.positions.append(position)
             bench.owners.append(index)
+        host.slots[index] = SLOTS[index]
         host.context_lens[index], host.query_starts[index + 1] = start + length, len(bench.positions)
         for column, block_id in enumerate(block_ids):
-            host.block_tables[index * LIMITS.max_blocks_per_request + column] = block_id
+            host.block_tables[SLOTS[index] * LIMITS.max_blocks_per_request + column] = block_id
     host.sample_rows[0], host.sample_rows[1] = 1, 17
     starts, lengths = tuple(chunk[0] for chunk in CHUNKS), tuple(chunk[1] for chunk in CHUNKS)
-    ops.begin_step(StepShape(starts, lengths, len(bench.positions), 2, 2, 0, False, NO_SAMPLING))
+    size = StepSize(len(bench.positions), 2, len(CHUNKS) - 2, 2)
+    columns = LIMITS.max_blocks_per_request
+    ops.begin_step(StepShape(starts, lengths, 2, 2, 0, False, NO_SAMPLING, LIMITS.max_num_requests, columns, size))
     return bench
 
 

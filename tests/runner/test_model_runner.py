@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from server.engine.messages import SamplingParams
+from server.ops.interface import StepSize
 from server.ops.sampling import SamplingUse
 from server.ops.torch.staging import Staging
 from server.runner.input_batch import InputBatch, slot_sampling
@@ -117,15 +118,19 @@ def test_ragged_plan_is_flattened_as_the_fields_say() -> None:
     )
     host = Staging(limits, torch.device("cpu")).next_host()
     shape = batch.fill(StepPlan(1, (), chunks), host)
-    assert (shape.starts, shape.lengths, shape.num_tokens, shape.num_decodes) == ((9, 6, 0), (1, 4, 3), 8, 1)
+    assert (shape.starts, shape.lengths, shape.num_decodes) == ([9, 6, 0], [1, 4, 3], 1)
+    assert shape.size == StepSize(num_tokens=8, num_decodes=1, num_prefills=2, num_samples=2)
+    assert (shape.table_rows, shape.table_columns) == (3, 8)
+    assert host.header.tolist() == [1, 3, 8, 8]
     assert host.token_ids[1:8].tolist() == [50, 51, 52, 53, 60, 61, 62]
     assert host.token_slots[:8].tolist() == [2] + [-1] * 7
     assert host.positions[:8].tolist() == [9, 6, 7, 8, 9, 0, 1, 2]
     assert host.kv_rows[:8].tolist() == [57, 22, 23, 24, 25, 40, 41, 42]
     assert host.query_starts[:4].tolist() == [0, 1, 5, 8]
     assert host.context_lens[:3].tolist() == [10, 10, 3]
-    columns = limits.max_blocks_per_request
-    assert [host.block_tables[row * columns] for row in range(3)] == [4, 2, 5]
+    assert host.slots[:3].tolist() == [2, 0, 1]
+    assert [host.block_tables[8 * row : 8 * row + 2].tolist() for row in (0, 2)] == [[2, 3], [4, 7]]
+    assert host.block_tables[8] == 5
     assert host.sample_rows[:2].tolist() == [0, 7]
     assert host.sample_slots[:2].tolist() == [2, 1]
     assert host.sample_positions[:2].tolist() == [10, 3]

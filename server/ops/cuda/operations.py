@@ -28,7 +28,7 @@ from server.ops.cuda.sizes import (
 )
 from server.ops.cuda.staging import CudaPendingTokens, Staging, TokenRing, staging_spec
 from server.ops.cuda.tiles import NO_TABLE, GemmTable
-from server.ops.interface import Activations, BatchLimits, Linear, StepGraph, StepInputs, StepShape
+from server.ops.interface import Activations, BatchLimits, Linear, StepGraph, StepInputs, StepShape, StepSize
 from server.ops.sampling import SlotSampling
 
 GATE_TILE = 1024  # columns per program
@@ -70,7 +70,7 @@ class CudaOperations:
         arena = Arena(driver, arena_bytes(facts, limits))
         specs = activation_specs(facts, limits)
         self._largest = Activations(*(arena.take(getattr(specs, field.name)) for field in fields(specs)))
-        self._act_rows = (-1, -1)
+        self._size: StepSize | None = None
         self._act: Activations[Buffer]
         self._frequencies = arena.take(frequencies_spec(facts))
         self._projections = Projections(
@@ -85,6 +85,8 @@ class CudaOperations:
         )
         self._staging = Staging(driver, stream, limits, arena.take(staging_spec(limits)))
         self._attention = CudaAttention(kernels, facts, limits, driver.facts, arena)
+        arrivals = self._attention.arrivals
+        driver.fill_async(arrivals.address, 0, arrivals.num_bytes, stream)
         self._sampler = CudaSampler(driver, stream, kernels, facts, limits, vocab_limit, arena)
         self._ring = TokenRing(driver, stream, self._sampler.packed)
         self._shape: StepShape
@@ -114,7 +116,7 @@ class CudaOperations:
 
     def begin_step(self, shape: StepShape) -> Activations[Buffer]:
         """Upload; nothing else is derived from the inputs."""
-        self._staging.upload(shape.num_chunks)
+        self._staging.upload(shape)
         return self._begin(shape)
 
     def embed(self, table: Buffer, out: Buffer) -> None:
@@ -190,7 +192,7 @@ class CudaOperations:
     def sample(self, logits: Buffer) -> None:
         """Tokens of all sampled rows; each becomes its slot's last token."""
         self._num_sampled = self._shape.num_samples
-        self._sampler.sample(logits, self.inputs, self._num_sampled)
+        self._sampler.sample(logits, self.inputs, self._shape.size.num_samples)
 
     def fetch_tokens(self) -> CudaPendingTokens:
         """Start the copy of what `sample` chose."""
@@ -198,9 +200,7 @@ class CudaOperations:
 
     def capture(self, shape: StepShape, run: Callable[[Activations[Buffer]], None]) -> StepGraph:
         """Record what `run` issues. The stream is as good as before if that fails."""
-        num_chunks = shape.num_chunks
-        assert 0 < num_chunks <= self.max_graph_requests, f"a graph of {num_chunks} requests"
-        assert num_chunks == shape.num_decodes == shape.num_samples, f"a graph of {shape}"
+        assert self.max_graph_requests, "this backend was made to record nothing"
         act = self._begin(shape)
         self._driver.begin_capture(self._stream)
         try:
@@ -219,10 +219,10 @@ class CudaOperations:
     def _begin(self, shape: StepShape) -> Activations[Buffer]:
         self._shape = shape
         self._num_sampled = 0
-        self._attention.plan(shape)
-        if (shape.num_tokens, shape.num_samples) != self._act_rows:  # decodes often come in the same number again
-            self._act_rows = (shape.num_tokens, shape.num_samples)
-            self._act = _first_rows(self._largest, *self._act_rows)
+        if shape.size != self._size:  # which often comes again
+            self._size = shape.size
+            self._attention.plan(shape.size)
+            self._act = _first_rows(self._largest, shape.size)
         return self._act
 
     def _upload(self, dest: Buffer, data: bytes) -> None:
@@ -262,8 +262,8 @@ class StepKernels:
 _PER_SAMPLE = ("sampled", "logits")
 
 
-def _first_rows(largest: Activations[Buffer], num_tokens: int, num_samples: int) -> Activations[Buffer]:
-    counts = [num_samples if field.name in _PER_SAMPLE else num_tokens for field in fields(largest)]
+def _first_rows(largest: Activations[Buffer], size: StepSize) -> Activations[Buffer]:
+    counts = [size.num_samples if field.name in _PER_SAMPLE else size.num_tokens for field in fields(largest)]
     return Activations(*(getattr(largest, f.name).rows(0, n) for f, n in zip(fields(largest), counts, strict=True)))
 
 

@@ -8,7 +8,7 @@ from dataclasses import fields
 from server.ops.cuda.arena import ALIGNMENT, BufferSpec
 from server.ops.cuda.buffer import ITEM_BYTES, Buffer
 from server.ops.cuda.driver import Driver, Stream
-from server.ops.interface import BatchLimits, SampledTokens, StepInputs, input_sizes
+from server.ops.interface import BatchLimits, SampledTokens, StepInputs, StepShape, input_sizes
 
 NUM_FETCHES = 4  # of which the engine has two on their way at most
 _WORD_BYTES = ITEM_BYTES["int32"]
@@ -27,7 +27,6 @@ class Staging:
         self._driver, self._stream, self._packed = driver, stream, packed
         offsets, sizes = _offsets(limits), input_sizes(limits)
         self._table_offset = offsets["block_tables"]
-        self._table_columns = limits.max_blocks_per_request
         self.inputs = StepInputs(
             *(Buffer(packed.address + offsets[n] * _WORD_BYTES, (sizes[n],), "int32", packed) for n in _FIELDS)
         )
@@ -42,9 +41,9 @@ class Staging:
         self._driver.wait(self._copied[self._turn])  # its copy was two steps ago
         return self._views[self._turn]
 
-    def upload(self, num_chunks: int) -> None:
-        """Copy the host arrays handed out last, of the block tables the first `num_chunks` rows."""
-        num_bytes = (self._table_offset + num_chunks * self._table_columns) * _WORD_BYTES
+    def upload(self, shape: StepShape) -> None:
+        """Copy the host arrays handed out last, of the block tables the rows that the step uses."""
+        num_bytes = (self._table_offset + shape.table_rows * shape.table_columns) * _WORD_BYTES
         source = self._hosts[self._turn].address
         self._driver.copy_to_device_async(self._packed.address, source, num_bytes, self._stream)
         self._driver.record(self._copied[self._turn], self._stream)

@@ -34,7 +34,10 @@ class AttentionTile:
 
 def plan_tiles(shape: StepShape, inputs: StepInputs[Tensor], limits: BatchLimits) -> list[AttentionTile]:
     """The tiles of a step, the same for all layers. Launches follow from `shape`, values from `inputs`."""
-    tables = inputs.block_tables.view(-1, limits.max_blocks_per_request)
+    if not shape.num_chunks:  # a step of padding
+        return []
+    used = inputs.block_tables[: shape.table_rows * shape.table_columns].view(-1, shape.table_columns)
+    tables = used.index_select(0, inputs.slots[: shape.num_chunks])
     tiles = [
         _decode_tile(first, end, shape, inputs.context_lens, tables, limits.block_size)
         for first, end in _decode_groups(shape)

@@ -14,7 +14,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from server.models.facts import ModelFacts
-from server.ops.interface import Activations, BatchLimits, Linear, SampledTokens, StepGraph, StepInputs, StepShape
+from server.ops.interface import (
+    Activations,
+    BatchLimits,
+    Linear,
+    SampledTokens,
+    StepGraph,
+    StepInputs,
+    StepShape,
+    StepSize,
+)
 from server.ops.sampling import SlotSampling
 from server.ops.torch.attention import AttentionTile, allocate_workspace, paged_attention, plan_tiles
 from server.ops.torch.rotary import Rotation, rotate, rotation_at
@@ -108,8 +117,8 @@ class TorchOperations:
 
     def begin_step(self, shape: StepShape) -> Activations[Tensor]:
         """Upload, and derive what all layers share: token ids, rotations, rows of the pool, attention tiles."""
-        self._staging.upload(shape.num_chunks)
-        inputs, num_tokens = self._staging.inputs, shape.num_tokens
+        self._staging.upload(shape)
+        inputs, num_tokens = self._staging.inputs, shape.size.num_tokens
         self._shape = shape
         self._sampled = self._no_samples
         self._token_ids = inputs.token_ids[:num_tokens]
@@ -120,7 +129,7 @@ class TorchOperations:
         self._rotation = rotation_at(inputs.positions[:num_tokens], self._inverse_frequencies)
         self._kv_rows = inputs.kv_rows[:num_tokens].long()
         self._tiles = plan_tiles(shape, inputs, self.limits)
-        return self._first_rows(num_tokens, shape.num_samples)
+        return self._first_rows(shape.size)
 
     def embed(self, table: Tensor, out: Tensor) -> None:
         """out[t] = table[token id of t]."""
@@ -196,7 +205,7 @@ class TorchOperations:
 
     def sample(self, logits: Tensor) -> None:
         """Tokens of all sampled rows; each becomes its slot's last token."""
-        inputs, shape, num_samples = self.inputs, self._shape, self._shape.num_samples
+        inputs, shape, num_samples = self.inputs, self._shape, self._shape.size.num_samples
         use = shape.sampling
         slots = inputs.sample_slots[:num_samples].long()
         flags = self._slots.token_flags
@@ -224,16 +233,16 @@ class TorchOperations:
 
     def replay(self, graph: StepGraph, shape: StepShape) -> None:
         """Call what was remembered."""
-        self._recorded[graph](self._first_rows(shape.num_tokens, shape.num_samples))
+        self._recorded[graph](self._first_rows(shape.size))
 
     def _groups(self, qkv: Tensor) -> Tensor:
         """[tokens, kv_heads, query heads of the group + k + v, head_dim]."""
         facts = self._facts
         return qkv.view(qkv.shape[0], facts.num_kv_heads, facts.group_size + 2, facts.head_dim)
 
-    def _first_rows(self, num_tokens: int, num_samples: int) -> Activations[Tensor]:
+    def _first_rows(self, size: StepSize) -> Activations[Tensor]:
         largest = self._largest
-        counts = [num_samples if field.name in _PER_SAMPLE else num_tokens for field in fields(largest)]
+        counts = [size.num_samples if field.name in _PER_SAMPLE else size.num_tokens for field in fields(largest)]
         return Activations(*(getattr(largest, f.name)[:n] for f, n in zip(fields(largest), counts, strict=True)))
 
 

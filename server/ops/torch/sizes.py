@@ -35,7 +35,8 @@ def _plan_bytes(facts: ModelFacts, limits: BatchLimits) -> int:
     num_tiles = limits.max_batched_tokens // MAX_QUERY_ROWS + limits.max_num_requests
     rows = num_tiles * limits.max_model_len * 12
     masks = limits.max_batched_tokens * limits.max_model_len
-    return rotations + rows + masks
+    tables = limits.max_num_requests * limits.max_blocks_per_request * 4
+    return rotations + rows + masks + tables
 
 
 def _layer_bytes(facts: ModelFacts, limits: BatchLimits) -> int:

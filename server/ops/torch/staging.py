@@ -8,7 +8,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from server.ops.interface import BatchLimits, StepInputs, input_sizes
+from server.ops.interface import BatchLimits, StepInputs, StepShape, input_sizes
 
 
 class Staging:
@@ -16,7 +16,6 @@ class Staging:
 
     def __init__(self, limits: BatchLimits, device: torch.device) -> None:
         self._sizes = input_sizes(limits)
-        self._table_columns = limits.max_blocks_per_request
         num_words = sum(self._sizes.values())
         self._is_copied = device.type == "cuda"
         self._hosts = [torch.zeros(num_words, dtype=torch.int32, pin_memory=self._is_copied) for _ in range(2)]
@@ -33,9 +32,10 @@ class Staging:
             self._copied[self._turn].synchronize()
         return self._views[self._turn]
 
-    def upload(self, num_chunks: int) -> None:
-        """Copy the host arrays handed out last, of the block tables the first `num_chunks` rows."""
-        num_words = self._device_buffer.shape[0] - self._sizes["block_tables"] + num_chunks * self._table_columns
+    def upload(self, shape: StepShape) -> None:
+        """Copy the host arrays handed out last, of the block tables the rows that the step uses."""
+        num_table_words = shape.table_rows * shape.table_columns
+        num_words = self._device_buffer.shape[0] - self._sizes["block_tables"] + num_table_words
         self._device_buffer[:num_words].copy_(self._hosts[self._turn][:num_words], non_blocking=True)
         if self._is_copied:
             self._copied[self._turn].record()
