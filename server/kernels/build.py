@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -201,13 +201,20 @@ def _jobs(archs: Iterable[str], is_partial: bool) -> list[Job]:
 
 def make_jobs(recipes: Iterable[tuple["Recipe", str]]) -> list[Job]:
     """One for each recipe and architecture, without repetitions."""
+    key_of = key_maker()
+    jobs = (Job(recipe, arch, key_of(recipe, arch)) for recipe, arch in recipes)
+    return list({job.key: job for job in jobs}.values())
+
+
+def key_maker() -> "Callable[[Recipe, str], str]":
+    """Gives the hash of all that goes into a file. Sources are read once: it is good for as long as they are."""
     builder = f"{version('triton')} {_builder_digest()}"
     module_digest = cache(_module_digest)
-    keys = (
-        (recipe, arch, _sha256(json.dumps([asdict(recipe), arch, module_digest(recipe.module), builder]).encode()))
-        for recipe, arch in recipes
-    )
-    return list({key: Job(recipe, arch, key) for recipe, arch, key in keys}.values())
+
+    def key_of(recipe: "Recipe", arch: str) -> str:
+        return _sha256(json.dumps([asdict(recipe), arch, module_digest(recipe.module), builder]).encode())
+
+    return key_of
 
 
 def _tile_recipes(arch: str) -> "list[Recipe]":
@@ -261,20 +268,27 @@ def _compile_all(folder: Path, jobs: Sequence[Job], num_processes: int) -> list[
         return []
     num_workers = max(1, min(num_processes, len(jobs)))
     _say(f"compiling {len(jobs)} kernels for {', '.join(sorted({job.arch for job in jobs}))}, {num_workers} at a time")
+    with compiler_pool(folder, num_workers) as pool:
+        return [future.result() for future in [pool.submit(compile_job, folder, job) for job in jobs]]
+
+
+@contextmanager
+def compiler_pool(folder: Path, num_workers: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes for `compile_job`, with caches below `folder` while it lasts. An error ends what has not begun."""
     with tempfile.TemporaryDirectory(dir=folder, prefix=_CACHE_PREFIX) as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
         os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # the same bytes wherever the sources lie
         # Forked processes have Triton imported already, and no compilation has started threads in this one.
         with ProcessPoolExecutor(num_workers, get_context("fork")) as pool:
-            pending = [pool.submit(_compile, folder, job) for job in jobs]
             try:
-                return [future.result() for future in pending]
+                yield pool
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
 
 
-def _compile(folder: Path, job: Job) -> ManifestImage:
+def compile_job(folder: Path, job: Job) -> ManifestImage:
+    """Write its file. Raises StartupError if it cannot be compiled or is not what launches expect."""
     from server.kernels.compiler import compile_recipe
 
     kernel = compile_recipe(job.recipe, job.arch)

@@ -24,6 +24,9 @@ _HEADER = """\
 """
 
 
+GemmKey = tuple[GemmOperation, Literal["bfloat16", "float16"], int, int, bool]  # operation, dtype, n, k, bias
+
+
 class TileRange(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """A kernel of gemm.py with its constants, or an algorithm of cublasLt (hexadecimal), or neither."""
 
@@ -67,7 +70,7 @@ class TileGemm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"{self.operation} {self.n} x {self.k}: ranges up to {rows} do not ascend")
 
     @property
-    def key(self) -> tuple[GemmOperation, Literal["bfloat16", "float16"], int, int, bool]:
+    def key(self) -> GemmKey:
         """What there is one entry of."""
         return self.operation, self.dtype, self.n, self.k, self.bias
 
