@@ -13,7 +13,15 @@ import torch
 
 from server.kernels.manifest import built_folder, read_manifest
 from server.ops.cuda.buffer import ITEM_BYTES, Buffer
-from server.ops.cuda.driver import DriverError, KernelImage, OutOfDeviceMemory, Parameter, PinnedMemory, Stream
+from server.ops.cuda.driver import (
+    DriverError,
+    GemmAlgorithm,
+    KernelImage,
+    OutOfDeviceMemory,
+    Parameter,
+    PinnedMemory,
+    Stream,
+)
 from server.ops.cuda.nvidia import NvidiaDriver
 
 WORKSPACE_BYTES = 64 << 20
@@ -342,6 +350,7 @@ def check_gemm(
     workspace: Buffer,
     operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     out_dtype: torch.dtype,
+    algorithm: GemmAlgorithm | None = None,
 ) -> torch.Tensor:
     """Run it and hold it to fp64: one rounding to out's dtype, and sums of k products in fp32."""
     x, weight, bias = ((to_device(tensor) if tensor is not None else (None, None)) for tensor in operands)
@@ -349,7 +358,7 @@ def check_gemm(
     out, result = to_device(torch.full(shape, float("nan"), dtype=out_dtype))
     assert x[0] is not None
     assert weight[0] is not None
-    driver.gemm_async(x[0], weight[0], bias[0], out, workspace, stream)
+    driver.gemm_async(x[0], weight[0], bias[0], out, workspace, stream, algorithm)
     driver.synchronize(stream)
     assert x[1] is not None
     assert weight[1] is not None
@@ -380,6 +389,58 @@ def test_gemms_agree_with_fp64(
         x, weight = (torch.randn(rows, k, device="cuda").to(dtype) for rows in (m, n))
         bias = torch.randn(n, device="cuda").to(dtype) if has_bias else None
         check_gemm(driver, stream, workspace, (x, weight, bias), torch.float32 if is_fp32_out else dtype)
+
+
+@pytest.mark.parametrize("m", [1, 24, 192])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("is_fp32_out", "has_bias"), [(False, False), (True, False), (False, True)])
+def test_every_algorithm_that_is_found_agrees_with_fp64(
+    driver: NvidiaDriver,
+    stream: Stream,
+    workspace: Buffer,
+    m: int,
+    dtype: torch.dtype,
+    is_fp32_out: bool,
+    has_bias: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(m)
+    out_dtype = torch.float32 if is_fp32_out else dtype
+    for n, k in ((4608, 3584), (264, 72)):
+        x, weight = (torch.randn(rows, k, device="cuda").to(dtype) for rows in (m, n))
+        bias = torch.randn(n, device="cuda").to(dtype) if has_bias else None
+        found = driver.search_gemms(
+            m,
+            to_device(weight)[0],
+            str(out_dtype).removeprefix("torch."),  # type: ignore[arg-type]
+            has_bias=has_bias,
+            workspace_bytes=workspace.num_bytes,
+            max_results=64,
+        )
+        assert found
+        assert len({algorithm.data for algorithm in found}) == len(found)
+        for algorithm in found:
+            check_gemm(driver, stream, workspace, (x, weight, bias), out_dtype, algorithm)
+    assert caplog.records == [], "all of them can be run"
+    assert driver.gemm_version() >= 130000
+
+
+def test_an_algorithm_that_makes_no_sense_is_replaced(
+    driver: NvidiaDriver, stream: Stream, workspace: Buffer, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, weight = torch.randn(3, 64).bfloat16(), torch.randn(32, 64).bfloat16()
+    check_gemm(driver, stream, workspace, (x, weight, None), torch.bfloat16, GemmAlgorithm(b"\xee" * 64, 0))
+    assert "cuBLAS cannot run the tuned algorithm for m 3, n 32, k 64" in caplog.text
+
+
+def test_timed_events_measure_what_lies_between(driver: NvidiaDriver, stream: Stream, workspace: Buffer) -> None:
+    first, last = driver.create_timed_event(), driver.create_timed_event()
+    driver.record(first, stream)
+    for value in range(8):
+        driver.fill_async(workspace.address, value, workspace.num_bytes, stream)
+    driver.record(last, stream)
+    driver.wait(last)
+    assert 0.05 < driver.elapsed_ms(first, last) < 50, "eight times 64 MiB"
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

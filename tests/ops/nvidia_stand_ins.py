@@ -136,6 +136,7 @@ class StandInCublas:
         self.num_algorithms = 1
         self.refused: set[int] = set()  # first words of algorithms that the check finds unfit
         self.used: list[int] = []  # first words of the algorithms of all calls
+        self.rows: list[int] = []  # of each question
         self.heuristics: list[dict[int, int]] = []  # the preferences of each question
         self._objects: list[dict[Any, Any]] = [{}]
 
@@ -187,6 +188,7 @@ class StandInCublas:
 
     def do_cublasLtMatmulAlgoGetHeuristic(self, handle: Any, desc: Any, *rest: Any) -> None:
         *_layouts, preference, num_wanted, found, num_found = rest
+        self.rows.append(self._objects[_layouts[-1].value][3])
         self.heuristics.append(dict(self._objects[preference.value]))
         if 8 in self._objects[desc.value]:
             self.heuristics[-1][0] = self._objects[desc.value][8]  # how the bias is aligned

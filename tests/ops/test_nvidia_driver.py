@@ -689,6 +689,21 @@ def test_a_search_gives_what_a_gemm_can_be_asked_for(driver: NvidiaDriver, strea
     assert driver.gemm_version() == 130101
 
 
+def test_a_search_looks_at_other_sizes_and_keeps_what_this_one_can_use(
+    driver: NvidiaDriver, stream: Stream, blas: StandInCublas
+) -> None:
+    blas.num_algorithms, blas.refused = 3, {0xA2}
+    weight = Operands(3, 16, 8).weight
+    found = driver.search_gemms(3, weight, "float32", has_bias=False, workspace_bytes=600, max_results=64)
+    assert found == [an_algorithm(0xA1)], "one is refused, and one needs more workspace than there is"
+    rooms = [asked[cublas_lt.LT_PREF_MAX_WORKSPACE_BYTES] for asked in blas.heuristics]
+    assert rooms == [600, 0] * 4
+    assert blas.rows == [3, 3, 6, 6, 12, 12, 2, 2]
+    blas.heuristics.clear()
+    Operands(3, 16, 8).run(driver, stream, algorithm=found[0])
+    assert blas.used == [0xA1]
+
+
 def test_descriptors_of_more_biases_than_a_model_has_are_given_back(
     driver: NvidiaDriver, stream: Stream, blas: StandInCublas, monkeypatch: pytest.MonkeyPatch
 ) -> None:

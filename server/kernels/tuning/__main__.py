@@ -22,7 +22,7 @@ import msgspec
 from server.errors import EngineDead, StartupError
 from server.kernels.tile_files import FORMAT, GemmKey, TileFile, TileGemm, TileRange, read_tiles, tile_path, write_tiles
 from server.kernels.tuning.cases import SIZES, GemmCase, cases_of
-from server.kernels.tuning.choose import Contender, choose
+from server.kernels.tuning.choose import Contender, Kind, choose
 from server.kernels.tuning.compiled import CandidateFolder
 from server.kernels.tuning.rig import GemmRig
 from server.models.facts import ModelFacts, facts_from_config
@@ -167,10 +167,10 @@ def tune(
     tiles = _begin_file(out, driver, is_fresh)
     for case in tuning.cases:
         missing = [m for m in tuning.sizes_of(case) if _known(tiles, case, m) is None]
-        for m, range_ in _measure(tuning, driver, case, missing, may_begin):
+        for range_, host_us in _measure(tuning, driver, case, missing, may_begin):
             tiles = with_range(tiles, case, range_)
             write_tiles(out, tiles)
-            say(_line(case, m, range_))
+            say(_line(case, range_, host_us))
 
 
 def _begin_file(out: Path, driver: Driver, is_fresh: bool) -> TileFile:
@@ -194,7 +194,8 @@ def _begin_file(out: Path, driver: Driver, is_fresh: bool) -> TileFile:
 
 def _measure(
     tuning: Tuning, driver: Driver, case: GemmCase, sizes: Sequence[int], may_begin: Callable[[], bool]
-) -> Iterator[tuple[int, TileRange]]:
+) -> Iterator[tuple[TileRange, dict[Kind, float]]]:
+    """Of each size: what was chosen, and the host's time of one call of each kind."""
     if not sizes or not may_begin():
         return
     arch = driver.facts.arch
@@ -207,7 +208,8 @@ def _measure(
             rig.set_rows(m)
             library = Contender("cublas", TileRange(m), None)
             algorithms = [_algorithm(m, algorithm) for algorithm in rig.algorithms(MAX_ALGORITHMS)]
-            yield m, choose(library, [*algorithms, *_tiles(tuning, case, m, arch)], rig.race)
+            chosen = choose(library, [*algorithms, *_tiles(tuning, case, m, arch)], rig.race)
+            yield chosen, dict(rig.host_us)
     finally:
         rig.close()
 
@@ -258,11 +260,10 @@ def _key(case: GemmCase) -> GemmKey:
     return shape.operation, shape.dtype, shape.n, shape.k, shape.has_bias
 
 
-def _line(case: GemmCase, m: int, range_: TileRange) -> str:
-    times = "  ".join(
-        f"{kind} {range_.us[kind]:8.2f}" for kind in ("cublas", "cublas_lt", "triton") if kind in range_.us
-    )
-    return f"{case!s:36} m {m:5}  {times} us  {describe(range_)}"
+def _line(case: GemmCase, range_: TileRange, host_us: dict[Kind, float]) -> str:
+    times = "  ".join(f"{kind} {us:8.2f}" for kind, us in range_.us.items())
+    host = "/".join(f"{us:.0f}" for us in host_us.values())
+    return f"{case!s:36} m {range_.max_rows:5}  {times} us (host {host})  {describe(range_)}"
 
 
 def describe(range_: TileRange) -> str:

@@ -4,6 +4,7 @@ Weights follow each other as in a step, so that none is found in the L2 cache; t
 host's time does not count.
 """
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -11,7 +12,7 @@ from random import Random
 from statistics import median
 
 from server.kernels.tuning.cases import GemmCase
-from server.kernels.tuning.choose import Contender, Race
+from server.kernels.tuning.choose import Contender, Kind, Race
 from server.kernels.tuning.values import agree, as_floats, random_inputs, random_weights
 from server.models.facts import ModelFacts
 from server.ops.cuda.buffer import Buffer, BufferDType
@@ -27,6 +28,7 @@ QUICK_BYTES = 200 << 20  # of weights: four times the L2 cache of an H200
 QUICK_REPEATS = 2
 CAREFUL_REPEATS = 7
 POOL_BYTES = 64 << 20  # of random numbers, from which weights are cut
+MAX_COMPARED = 400_000  # numbers of a result, which Python compares in 40 ms
 EDGES = (0, 1, 15, 16, 17, 63, 64, 127, 128, 255)  # rows where tiles begin and end
 
 Call = Callable[[int], None]  # the projection by the weight of that number
@@ -72,6 +74,7 @@ class GemmRig:
             gate=self._gate,
         )
         self._events: list[Event] = []
+        self.host_us: dict[Kind, float] = {}  # a call of each kind, in the careful race that was last
         self._expected: list[Sequence[float]] = []
         self.set_rows(1)
 
@@ -86,7 +89,8 @@ class GemmRig:
         """What is measured from here on is of m rows. cuBLAS's result is what others are held to."""
         self._x, self._out = self._all_x.rows(0, m), self._all_out.rows(0, m)
         self._wide, self._residual = self._all_wide.rows(0, m), self._all_residual.rows(0, m)
-        self._samples = sorted({row for row in (*EDGES, m // 2, m - 1) if row < m})
+        rows = sorted({row for row in (*EDGES, m // 2, m - 1) if row < m}, reverse=True)
+        self._samples = rows[:: -(-len(rows) * self._case.out_columns // MAX_COMPARED)]  # the last row always
         self._expected = self._result(self._call(None))
 
     def algorithms(self, max_results: int) -> list[GemmAlgorithm]:
@@ -127,14 +131,25 @@ class GemmRig:
         """Medians, in turns, so that a clock that drifts does so for all."""
         num_calls = len(self._weights)
         graphs = []
+        self.host_us.clear()
         for contender in contenders:
             call = self._call(contender.choice)
             call(0)
+            self._time_host(contender, call, num_calls)
             graphs.append(self._record(call, num_calls))
         times = self._replay(graphs, CAREFUL_REPEATS)
         for graph in graphs:
             self._driver.destroy_graph(graph)
         return [median(of_graph) / num_calls for of_graph in times]
+
+    def _time_host(self, contender: Contender, call: Call, num_calls: int) -> None:
+        """What a step that is issued call by call takes of the host: the best of a kind."""
+        self._driver.synchronize(self._stream)
+        begin = time.perf_counter()
+        for index in range(num_calls):
+            call(index)
+        us = (time.perf_counter() - begin) / num_calls * 1e6
+        self.host_us[contender.kind] = min(us, self.host_us.get(contender.kind, us))
 
     def _record(self, call: Call, num_calls: int) -> Graph:
         self._driver.begin_capture(self._stream)

@@ -100,6 +100,8 @@ class LtGemm:
         self._out_layout = self._create_layout(DATA_TYPES[kind.out_dtype], kind.n, 1)
         self._m = 1
         self._question = self._create_descriptor()  # for choosing: its bias is an alignment
+        if kind.has_bias:
+            self._set_descriptor(self._question, LT_DESC_BIAS_POINTER, ctypes.c_void_p(WIDEST_ALIGNMENT))
         self._descriptors: dict[int, ctypes.c_void_p] = {}  # by the bias's address
         self._settled: OrderedDict[tuple[int, int, int, GemmAlgorithm | None], LtHeuristicResult] = OrderedDict()
         self._refused: set[GemmAlgorithm] = set()
@@ -151,13 +153,20 @@ class LtGemm:
             self._check(status, f"cublasLtMatmul of m {m}, {self._kind}")
 
     def search(self, m: int, workspace_bytes: int, max_results: int) -> list[GemmAlgorithm]:
-        """What cuBLAS thinks of for m rows, the best guess first; addresses are multiples of 256 then.
+        """What cuBLAS thinks of for m rows, the best guess first, then what it thinks of for others and m rows can use.
 
-        Raises DriverError if it knows no algorithm at all.
+        Addresses are multiples of 256 then. Raises DriverError if it knows no algorithm at all.
         """
+        unique: dict[bytes, LtHeuristicResult] = {}
+        for rows in (m, 2 * m, 4 * m, -(-m // 2)):
+            for room in (workspace_bytes, 0):
+                self._set_rows(rows)
+                for result in self._ask_heuristic(rows, WIDEST_ALIGNMENT, room, max_results):
+                    unique.setdefault(bytes(result.algorithm), result)
         self._set_rows(m)
-        results = self._ask_heuristic(m, WIDEST_ALIGNMENT, workspace_bytes, max_results)
-        return [result.as_algorithm() for result in results if result.state == 0]
+        usable = (self._ask_check(result) for result in unique.values() if result.state == 0)
+        fitting = (answer for answer in usable if answer is not None and answer.workspace_bytes <= workspace_bytes)
+        return [answer.as_algorithm() for answer in fitting][:max_results]
 
     def _set_rows(self, m: int) -> None:
         columns = ctypes.c_uint64(m)
@@ -183,20 +192,28 @@ class LtGemm:
 
     def _check_algorithm(self, m: int, workspace_bytes: int, algorithm: GemmAlgorithm) -> LtHeuristicResult | None:
         """None if this cuBLAS cannot run it for m rows, which is logged once."""
-        asked, answer = LtHeuristicResult.of(algorithm), LtHeuristicResult()
+        checked = self._ask_check(LtHeuristicResult.of(algorithm))
+        if checked is not None and checked.workspace_bytes <= workspace_bytes:
+            return checked
+        if algorithm not in self._refused:
+            self._refused.add(algorithm)
+            reason = "it is refused" if checked is None else f"it needs a workspace of {checked.workspace_bytes} bytes"
+            logger.warning(
+                "cuBLAS cannot run the tuned algorithm for m %d, %s (%s): it chooses itself; run scripts/tune-kernels",
+                *(m, self._kind, reason),
+            )
+        return None
+
+    def _ask_check(self, asked: LtHeuristicResult) -> LtHeuristicResult | None:
+        """The algorithm with what it needs for the present number of rows; None if it does not do."""
+        answer = LtHeuristicResult()
         status = self._lt.cublasLtMatmulAlgoCheck(
             *(self._handle, self._question, *self._layouts, ctypes.byref(asked), ctypes.byref(answer))
         )
-        if not status and answer.workspace_bytes <= workspace_bytes:
-            return asked
-        if algorithm not in self._refused:
-            self._refused.add(algorithm)
-            logger.warning(
-                "cuBLAS cannot run the tuned algorithm for m %d, %s (status %d, workspace %d of %d bytes): it chooses "
-                "itself; run scripts/tune-kernels for this version",
-                *(m, self._kind, status, answer.workspace_bytes, workspace_bytes),
-            )
-        return None
+        if status or answer.state:
+            return None
+        ctypes.memmove(ctypes.byref(answer), ctypes.byref(asked), ctypes.sizeof(asked.algorithm))
+        return answer
 
     def _ask_heuristic(self, m: int, alignment: int, workspace_bytes: int, max_results: int) -> list[LtHeuristicResult]:
         if self._kind.has_bias:  # the choice looks at how the bias is aligned, not at what it is
