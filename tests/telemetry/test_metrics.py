@@ -71,6 +71,15 @@ def test_requests_are_counted_under_both_names(board):
     assert "vllm:http_errors" not in metrics.render(board).decode()
 
 
+@pytest.mark.parametrize("gap_s", [0.0, 0.0019, 0.002, 0.0021, 0.5, 5, 5.1, 1e9])
+def test_gaps_observed_together_are_as_many_observations(board, gap_s):
+    together, apart = RequestMetrics("m"), RequestMetrics("m")
+    together.observe_gaps(gap_s, 3)
+    for _ in range(3):
+        apart.inter_token_latency.observe(gap_s)
+    assert together.render(board) == apart.render(board)
+
+
 def test_a_status_that_nobody_expected_is_counted(board):
     metrics = RequestMetrics("m")
     metrics.count_error(418)

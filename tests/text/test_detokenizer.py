@@ -34,6 +34,16 @@ def test_joined_stream_is_the_text(tokenizer: Tokenizer, text: str) -> None:
 
 
 @texts
+def test_ids_pushed_together_are_the_same_text(tokenizer: Tokenizer, text: str) -> None:
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    for prompt_end in range(len(token_ids) + 1):
+        prompt_ids, answer_ids = token_ids[:prompt_end], token_ids[prompt_end:]
+        together = IncrementalDetokenizer(tokenizer, prompt_ids)
+        whole = together.push_all(answer_ids) + together.finish()
+        assert whole == "".join(stream(IncrementalDetokenizer(tokenizer, prompt_ids), answer_ids))
+
+
+@texts
 def test_no_delta_holds_a_broken_character(qwen2: Tokenizer, text: str) -> None:
     deltas = stream(IncrementalDetokenizer(qwen2), qwen2.encode(text))
     assert sum(delta.count("\ufffd") for delta in deltas) == text.count("\ufffd")
