@@ -19,6 +19,7 @@ from server.ops.cuda.buffer import Buffer
 from server.ops.cuda.driver import Driver, KernelImage, Stream
 from server.ops.cuda.operations import CudaOperations
 from server.ops.cuda.staging import CudaPendingTokens
+from server.ops.cuda.tiles import NO_TABLE, GemmTable
 from server.ops.cuda.weights import weight_buffers
 from server.ops.interface import BatchLimits
 from server.ops.torch.operations import TorchOperations
@@ -73,7 +74,14 @@ def tiny_weights(
 class RecordingCudaOperations(CudaOperations):
     """The cuda backend, keeping the logits of every step that sampled, however they were issued."""
 
-    def __init__(self, model: TinyWeights, limits: BatchLimits, driver: Driver, images: Sequence[KernelImage]) -> None:
+    def __init__(
+        self,
+        model: TinyWeights,
+        limits: BatchLimits,
+        driver: Driver,
+        images: Sequence[KernelImage],
+        gemms: GemmTable = NO_TABLE,
+    ) -> None:
         self.stream = driver.create_stream()
         self.driver = driver
         self.recorded: list[Tensor] = []
@@ -87,6 +95,7 @@ class RecordingCudaOperations(CudaOperations):
             driver=driver,
             stream=self.stream,
             images=images,
+            gemms=gemms,
         )
 
     def fetch_tokens(self) -> CudaPendingTokens:
