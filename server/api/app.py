@@ -11,6 +11,7 @@ import server
 from server.api import completions, health, metrics, models, native, startup
 from server.api.errors import add_error_handlers
 from server.api.limits import BodyLimit, RequestIds
+from server.api.pacing import Pacing
 from server.api.serving import Serving
 from server.engine.client import ClientLimits, EngineClient
 from server.launch.board import Board, Role
@@ -67,6 +68,7 @@ def create_app(
     add_error_handlers(app, request_metrics.count_error)
     app.add_middleware(BodyLimit, max_bytes=settings.server.max_body_bytes)
     app.add_middleware(RequestIds)
+    app.add_middleware(Pacing)
     return app
 
 
