@@ -82,11 +82,14 @@ def attend_decode(
     """
     kv_head = tl.program_id(0)
     request = tl.program_id(1)
-    if request >= tl.load(header + NUM_DECODES):
-        return
     split = tl.program_id(2)
     num_splits = tl.num_programs(2)
+    # All that is needed before the first block id is asked for at once; of a request that is not there it is not used.
+    num_decodes = tl.load(header + NUM_DECODES)
     context = tl.load(context_lens + request)
+    table = _table_of(header, slots, block_tables, request)
+    if request >= num_decodes:
+        return
     tiles_per_split = tl.cdiv(tl.cdiv(context, BLOCK_N), num_splits)
     begin = split * tiles_per_split * BLOCK_N
     end = tl.minimum(begin + tiles_per_split * BLOCK_N, context)
@@ -102,7 +105,6 @@ def attend_decode(
     dims = tl.arange(0, HEAD_DIM)
     q_offset = (request.to(tl.int64) * num_kv_heads + kv_head) * ((group_size + 2) * HEAD_DIM)
     q = tl.load(qkv + q_offset + rows[:, None] * HEAD_DIM + dims[None, :], mask=is_head[:, None], other=0.0)
-    table = _table_of(header, slots, block_tables, request)
     columns = tl.arange(0, BLOCK_N)
     # Ids of blocks are read a tile ahead, so that the loads of K and V never wait for them and can be pipelined.
     block_ids = _load_block_ids(table, begin + columns, begin + columns < end, block_shift)
@@ -138,7 +140,8 @@ def attend_decode(
         if num_before == num_splits - 1:
             tl.store(arrival, 0)
             for head in range(group_size):
-                _combine(partial, partial_lse, out, first_head + head, num_splits, HEAD_DIM, MAX_SPLITS)
+                lse = _load_lse(partial_lse, first_head + head, num_splits, MAX_SPLITS)
+                _combine(partial, lse, out, first_head + head, num_splits, HEAD_DIM, MAX_SPLITS)
 
 
 @triton.jit
@@ -153,19 +156,25 @@ def combine_splits(
 ):
     """out[request][head] of each decode from what its splits left. grid (heads, requests, 1)."""
     request = tl.program_id(1)
-    if request >= tl.load(header + NUM_DECODES):
-        return
     head = request.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    _combine(partial, partial_lse, out, head, num_splits, HEAD_DIM, MAX_SPLITS)
+    num_decodes = tl.load(header + NUM_DECODES)
+    lse = _load_lse(partial_lse, head, num_splits, MAX_SPLITS)  # of a request that is not there it is not used
+    if request >= num_decodes:
+        return
+    _combine(partial, lse, out, head, num_splits, HEAD_DIM, MAX_SPLITS)
 
 
 @triton.jit
-def _combine(partial, partial_lse, out, head, num_splits, HEAD_DIM: tl.constexpr, MAX_SPLITS: tl.constexpr):
+def _load_lse(partial_lse, head, num_splits, MAX_SPLITS: tl.constexpr):
+    splits = tl.arange(0, MAX_SPLITS)
+    return tl.load(partial_lse + head * num_splits + splits, mask=splits < num_splits, other=float("-inf"))
+
+
+@triton.jit
+def _combine(partial, lse, out, head, num_splits, HEAD_DIM: tl.constexpr, MAX_SPLITS: tl.constexpr):
     """One head of one request."""
     dims = tl.arange(0, HEAD_DIM)
-    splits = tl.arange(0, MAX_SPLITS)
-    parts = head * num_splits + splits
-    lse = tl.load(partial_lse + parts, mask=splits < num_splits, other=float("-inf"))
+    parts = head * num_splits + tl.arange(0, MAX_SPLITS)
     # An empty split's mean is what an earlier step left there.
     is_written = lse != float("-inf")
     means = tl.load(partial + parts[:, None] * HEAD_DIM + dims[None, :], mask=is_written[:, None], other=0.0)

@@ -122,7 +122,7 @@ class Board(ctypes.Structure):
         ("prefix_hit_tokens", ctypes.c_int64),
         ("num_prompt_tokens", ctypes.c_int64),
         ("num_generated_tokens", ctypes.c_int64),
-        ("graph_size", ctypes.c_int64),  # rows of the decode graph that the last step replayed; 0: it was issued singly
+        ("graph_size", ctypes.c_int64),  # token rows of the graph that the last step replayed; 0: it was issued singly
         ("num_executing", ctypes.c_int64),
         ("executing", ctypes.c_uint64 * MAX_EXECUTING),
         # the last failed call of a device, written by the model worker that it ended
@@ -143,7 +143,7 @@ class Board(ctypes.Structure):
         ("num_forks", ctypes.c_int64),
         ("num_bad_forks", ctypes.c_int64),
         ("device_name", ctypes.c_char * 64),  # by the model worker, which asks the driver
-        # decode graphs of the running model worker: captured, and wanted in all (0: it uses none)
+        # graphs of steps of the running model worker: captured, and wanted in all (0: it uses none)
         ("num_graphs", ctypes.c_int64),
         ("num_graphs_wanted", ctypes.c_int64),
         # start-up timeline, one track per role: the service's start, and the last replacement of a dead process

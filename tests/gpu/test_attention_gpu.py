@@ -18,7 +18,7 @@ from server.ops.cuda import attention
 from server.ops.cuda.buffer import Buffer
 from server.ops.cuda.driver import DeviceFacts, Driver, KernelImage
 from server.ops.cuda.nvidia import NvidiaDriver
-from server.ops.interface import BatchLimits, StepInputs
+from server.ops.interface import BatchLimits, StepInputs, StepSize
 from tests.ops.attention_rig import (
     AttentionRig,
     Chunk,
@@ -37,8 +37,15 @@ class Gpu:
     driver: Driver
     images: tuple[KernelImage, ...]
 
-    def rig(self, facts: ModelFacts, limits: BatchLimits = LIMITS, device: DeviceFacts | None = None) -> AttentionRig:
-        return AttentionRig(self.driver, self.images, facts, limits, device)
+    def rig(
+        self,
+        facts: ModelFacts,
+        limits: BatchLimits = LIMITS,
+        device: DeviceFacts | None = None,
+        *,
+        last_split_combines: bool | None = None,
+    ) -> AttentionRig:
+        return AttentionRig(self.driver, self.images, facts, limits, device, last_split_combines=last_split_combines)
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +90,37 @@ def test_decodes_of_every_batch_size(gpu: Gpu, num_decodes: int) -> None:
     starts = (torch.rand(num_decodes) ** 4 * longest).int().tolist()
     limits = replace(LIMITS, num_blocks=sum(start // 16 + 1 for start in starts) + 1)
     attend(gpu.rig(QWEN2_7B, limits), [(start, 1) for start in starts], num_decodes, sharpness=4.0)
+
+
+@pytest.mark.parametrize("num_decodes", [1, 3, 32, 100])
+def test_the_last_split_combines_what_a_kernel_of_its_own_would(gpu: Gpu, num_decodes: int) -> None:
+    """To the bit, many times over: whichever split is last, and with what the launch before left."""
+    starts = (torch.rand(num_decodes) ** 4 * 6000).int().tolist()
+    limits = replace(LIMITS, num_blocks=sum(start // 16 + 1 for start in starts) + 1)
+    batch = make_batch(QWEN2_7B, limits, [(start, 1) for start in starts], num_decodes)
+    expected = gpu.rig(QWEN2_7B, limits, last_split_combines=False).attend(batch)
+    rig = gpu.rig(QWEN2_7B, limits, last_split_combines=True)
+    rig.attention.plan(batch.shape.size)
+    assert rig.attention._plan.num_splits > 1
+    loaded = rig.load(batch)
+    for _ in range(200):
+        rig.launch(loaded)
+    assert torch.equal(rig.result(loaded), expected)
+    assert not rig.read(rig.attention.arrivals).any()
+    loaded.free(rig.driver)
+
+
+def test_launches_for_a_larger_step_give_the_attention_of_a_smaller(gpu: Gpu) -> None:
+    size = StepSize(num_tokens=256, num_decodes=128, num_prefills=32, num_samples=128)
+    rig = gpu.rig(QWEN2_7B)
+    for chunks, num_decodes in (
+        ([(500 + 13 * index, 1) for index in range(99)] + [(0, 100), (3000, 57)], 99),
+        ([(0, 128)], 0),
+        ([(index, 1) for index in range(128)], 128),
+        ([(5, 1)] + [(index, 1 + index % 9) for index in range(1, 33)], 1),
+    ):
+        batch = make_batch(rig.facts, rig.limits, chunks, num_decodes)
+        assert_exact(rig.attend(batch, size), batch, "cuda")
 
 
 def test_many_short_chunks(gpu: Gpu) -> None:
@@ -131,8 +169,8 @@ class Stopwatch:
         rig.driver.free(piece.address)
         return buffer
 
-    def microseconds(self, chunks: list[Chunk], num_decodes: int) -> float:
-        """Of one layer, the median of five replays of all layers."""
+    def microseconds(self, chunks: list[Chunk], num_decodes: int, size: StepSize | None = None) -> float:
+        """Of one layer, the median of seven replays of all layers; launched for `size` if given."""
         rig, shape, limits = self.rig, step_shape(chunks, num_decodes), self.rig.limits
         contexts = torch.tensor([sum(chunk) for chunk in chunks], dtype=torch.int32)
         blocks = -(-contexts // limits.block_size)
@@ -149,7 +187,7 @@ class Stopwatch:
         inputs = StepInputs(
             arrays[0], none, none, none, none, arrays[1], arrays[2], arrays[3], none, none, none, none, arrays[4]
         )
-        rig.attention.plan(shape.size)
+        rig.attention.plan(shape.size if size is None else size)
         rig.driver.begin_capture(rig.stream)
         for keys, values in self.pools:
             rig.attention.attend(self.qkv, keys, values, inputs, self.out)
@@ -191,6 +229,22 @@ def stopwatch(gpu: Gpu, device: DeviceFacts) -> Iterator[Stopwatch]:
     watch = Stopwatch(gpu.rig(QWEN2_7B, replace(LIMITS, num_blocks=12600), device), num_layers=8)
     yield watch
     watch.free()
+
+
+def test_times_of_padded_and_combined_launches(gpu: Gpu) -> None:
+    """What launches cost that find nothing to do, and the last split's combining against a kernel for it."""
+    for combines in (False, True):
+        rig = gpu.rig(QWEN2_7B, replace(LIMITS, num_blocks=12600), last_split_combines=combines)
+        watch = Stopwatch(rig, num_layers=8)
+        cases = [(1, 200), (1, 2000), (8, 200), (32, 200), (32, 2000), (64, 200)]
+        report(f"last split combines: {combines}, {report_decodes(watch, *case)}" for case in cases)
+        for num_tokens, num_requests in ((64, 8), (128, 8), (256, 8), (256, 128)):
+            size = StepSize(num_tokens, num_requests, min(num_requests, 32), num_requests)
+            for chunks, num_decodes in (([(0, num_tokens // 2)], 0), ([(200, 1)] * 8, 8), ([(200, 1), (0, 60)], 1)):
+                exact, padded = (watch.microseconds(chunks, num_decodes, to) for to in (None, size))
+                name = f"{num_decodes} decodes, {len(chunks) - num_decodes} chunks of {chunks[-1][1]}"
+                report([f"{name} for {num_tokens} tokens of {num_requests}: {padded:.1f} us, exact {exact:.1f} us"])
+        watch.free()
 
 
 def report(lines: Iterable[str]) -> None:

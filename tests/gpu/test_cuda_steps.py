@@ -1,6 +1,7 @@
 """Whole steps of the cuda backend on a GPU: held to the torch backend, independent, as large as announced."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -14,7 +15,8 @@ from server.kernels.manifest import built_folder, read_manifest
 from server.ops.cuda.driver import KernelImage
 from server.ops.cuda.nvidia import NvidiaDriver
 from server.ops.cuda.sizes import GRAPH_BYTES, activation_bound_bytes, kv_pool_spec
-from server.ops.interface import BatchLimits
+from server.ops.interface import BatchLimits, StepGraph, StepShape, StepSize
+from server.runner.graphs import StepGraphs
 from server.runner.model_runner import ModelRunner
 from server.weights.layout import weight_layout
 from tests.gpu.accuracy import measure
@@ -151,6 +153,38 @@ def test_a_replayed_step_is_the_step_itself(gpu: Gpu, small: TinyWeights) -> Non
     replayed, expected = run_requests(small, recorded, requests), run_requests(small, eager, requests)
     assert replayed.results == expected.results
     assert all(map(torch.equal, replayed.logits, expected.logits))
+
+
+def test_replayed_mixed_steps_are_those_that_are_issued_one_by_one(
+    gpu: Gpu, small: TinyWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit at the same padding; and as accurate as steps without."""
+    limits = replace(LIMITS, max_mixed_tokens=64)
+    with monkeypatch.context() as patch:
+        patch.setattr(StepGraphs, "_may_record", lambda *_: False)
+        issued = run_requests(small, gpu.build(small, limits), waves(), num_in_flight=2)
+    monkeypatch.setattr("server.runner.graphs.MIN_INTERVAL_S", 0.0)
+    sizes: list[StepSize] = []
+    ops = gpu.build(small, limits)
+    replay = ops.replay
+
+    def counted(graph: StepGraph, shape: StepShape) -> None:
+        sizes.append(shape.size)
+        replay(graph, shape)
+
+    monkeypatch.setattr(ops, "replay", counted)
+    replayed = run_requests(small, ops, waves(), num_in_flight=2)
+    assert any(size.num_prefills for size in sizes), "no mixed step was replayed"
+    assert replayed.results == issued.results
+    assert all(map(torch.equal, replayed.logits, issued.logits))
+    compare(small, limits, replayed, "cuda").assert_good()
+
+
+def test_poisoned_neighbours_and_padding_change_no_bit(gpu: Gpu) -> None:
+    model = model_of("qwen3", "bfloat16", 64, 4)
+    ops = gpu.build(model, replace(POISON_LIMITS, max_mixed_tokens=96))
+    assert_rows_are_independent(model, ops)
+    assert ops._shape.size.num_tokens == 64
 
 
 def test_memory_is_what_was_announced(gpu: Gpu, capsys: pytest.CaptureFixture[str]) -> None:

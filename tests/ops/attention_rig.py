@@ -161,7 +161,7 @@ class AttentionRig:
         limits: BatchLimits,
         device: DeviceFacts | None = None,
         *,
-        last_split_combines: bool = False,
+        last_split_combines: bool | None = None,
     ) -> None:
         self.driver, self.facts, self.limits = driver, facts, limits
         self.stream = driver.create_stream()

@@ -45,7 +45,7 @@ class _Plan:
 class CudaAttention:
     """One model's attention on one device. `plan` before the first layer of a step, `attend` for each layer.
 
-    `arrivals` must be 0 before the first step.
+    `arrivals` must be 0 before the first step. last_split_combines: LAST_SPLIT_COMBINES if None.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class CudaAttention:
         device: DeviceFacts,
         arena: Arena,
         *,
-        last_split_combines: bool = LAST_SPLIT_COMBINES,
+        last_split_combines: bool | None = None,
     ) -> None:
         assert limits.block_size.bit_count() == 1, f"blocks of {limits.block_size} tokens"
         self._num_kv_heads, self._group_size = facts.num_kv_heads, facts.group_size
@@ -67,13 +67,13 @@ class CudaAttention:
             facts.group_size,
             limits.block_size.bit_length() - 1,
         )
-        self._last_split_combines = last_split_combines
+        self._last_split_combines = LAST_SPLIT_COMBINES if last_split_combines is None else last_split_combines
         self._partial, self._partial_lse, self.arrivals = (arena.take(spec) for spec in _workspace_specs(facts, limits))
         block_n = PREFILL_BLOCK_N if device.arch in LARGE_SHARED_MEMORY else PREFILL_BLOCK_N_SMALL
         decode = {"HEAD_DIM": facts.head_dim, "BLOCK_N": DECODE_BLOCK_N, "MAX_SPLITS": MAX_SPLITS}
         self._decode = kernels.get("attend_decode", facts.dtype, **decode, IS_SPLIT=False, COMBINES=False)
         self._decode_split = kernels.get(
-            "attend_decode", facts.dtype, **decode, IS_SPLIT=True, COMBINES=last_split_combines
+            "attend_decode", facts.dtype, **decode, IS_SPLIT=True, COMBINES=self._last_split_combines
         )
         self._combine: Kernel = kernels.get(
             "combine_splits", facts.dtype, HEAD_DIM=facts.head_dim, MAX_SPLITS=MAX_SPLITS

@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
+from functools import lru_cache, partial
 
 from server.models.facts import ModelFacts
 from server.ops.cuda.arena import Arena
@@ -70,6 +71,8 @@ class CudaOperations:
         arena = Arena(driver, arena_bytes(facts, limits))
         specs = activation_specs(facts, limits)
         self._largest = Activations(*(arena.take(getattr(specs, field.name)) for field in fields(specs)))
+        # Recorded sizes come again and again, by turns; 64 are all of these, and some.
+        self._first_rows = lru_cache(64)(partial(_first_rows, self._largest))
         self._size: StepSize | None = None
         self._act: Activations[Buffer]
         self._frequencies = arena.take(frequencies_spec(facts))
@@ -222,7 +225,7 @@ class CudaOperations:
         if shape.size != self._size:  # which often comes again
             self._size = shape.size
             self._attention.plan(shape.size)
-            self._act = _first_rows(self._largest, shape.size)
+            self._act = self._first_rows(shape.size)
         return self._act
 
     def _upload(self, dest: Buffer, data: bytes) -> None:
