@@ -27,6 +27,7 @@ from server.kernels.tuning.compiled import CandidateFolder
 from server.kernels.tuning.rig import GemmRig
 from server.models.facts import ModelFacts, facts_from_config
 from server.ops.cuda.driver import Driver, GemmAlgorithm
+from server.ops.cuda.sizes import GEMM_WORKSPACE
 from server.ops.cuda.tiles import GEMM_OPERATIONS, Tile
 
 if TYPE_CHECKING:
@@ -222,7 +223,8 @@ def _algorithm(m: int, algorithm: GemmAlgorithm) -> Contender:
 def _tiles(tuning: Tuning, case: GemmCase, m: int, arch: str) -> Iterable[Contender]:
     for candidate, recipe in recipes_of(case, m, arch):
         image = tuning.candidates.image(recipe)
-        if image is not None:
+        partial_bytes = 4 * candidate.num_splits * m * case.shape.n  # as much as they take if there are any
+        if image is not None and (candidate.num_splits == 1 or partial_bytes <= GEMM_WORKSPACE.num_bytes):
             yield Contender("triton", _range(m, candidate), Tile(image, candidate.num_splits))
 
 

@@ -120,7 +120,7 @@ class GemmRig:
             call = self._call(contender.choice)
             call(0)  # what is loaded at first use is loaded
             graph = self._record(call, num_calls)
-        except DriverError as error:
+        except (DriverError, ValueError) as error:  # too much of something for the device, or a size that does not suit
             self._say(f"  left out: {_describe(contender)}: {error}")
             return None
         (times,) = self._replay([graph], QUICK_REPEATS)
