@@ -30,6 +30,7 @@ def _limits(service: Service, num_blocks: int, max_model_len: int) -> BatchLimit
         max_model_len=max_model_len,
         num_blocks=num_blocks,
         block_size=service.settings.kv.block_size,
+        max_mixed_tokens=service.resolved.max_batched_tokens,
     )
 
 
