@@ -35,22 +35,26 @@ class StagedTables:
     def __init__(self, words: memoryview, limits: BatchLimits) -> None:
         self._words = words
         self._num_blocks = limits.num_blocks
-        self._written: list[tuple[int, ...] | None] = [None] * limits.max_num_requests
+        self._written: list[tuple[int, ...]] = [()] * limits.max_num_requests
         self._columns = 0
 
     def write(self, slots: Sequence[int], tables: Sequence[tuple[int, ...]], columns: int) -> None:
         """Row `slots[i]` becomes `tables[i]`; what lies behind it in the row is left as it is."""
         if columns != self._columns:
             self._columns = columns
-            self._written = [None] * len(self._written)
+            self._written = [()] * len(self._written)
         written = self._written
         for slot, table in zip(slots, tables, strict=True):
             if written[slot] is not table:
                 self._write_row(slot, table)
-                written[slot] = table
 
     def _write_row(self, slot: int, table: tuple[int, ...]) -> None:
-        assert min(table) >= 0, f"block {min(table)} of slot {slot}"
-        assert max(table) < self._num_blocks, f"block {max(table)} of slot {slot}, the pool has {self._num_blocks}"
-        begin = slot * self._columns
-        self._words[begin : begin + len(table)] = array("i", table)
+        before = self._written[slot]
+        first = len(before) if table[: len(before)] == before else 0  # mostly it has grown by a block
+        tail = table[first:]
+        if tail:
+            assert min(tail) >= 0, f"block {min(tail)} of slot {slot}"
+            assert max(tail) < self._num_blocks, f"block {max(tail)} of slot {slot}, the pool has {self._num_blocks}"
+            begin = slot * self._columns
+            self._words[begin + first : begin + len(table)] = array("i", tail)
+        self._written[slot] = table

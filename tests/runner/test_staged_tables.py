@@ -39,17 +39,18 @@ def test_rows_are_written_once_until_their_table_is_another() -> None:
     grown = (*first, 10)
     tables.write([2], [grown], 8)
     assert words.words[16:19].tolist() == [5, 6, 10]
+    assert words.num_written == 6, "only the block that is new"
+    tables.write([2, 0], [(5, 7), second], 8)  # another request's
+    assert words.words[16:18].tolist() == [5, 7]
     assert words.num_written == 8
-    tables.write([2, 0], [first, second], 8)  # shorter again: another request's
-    assert words.words[16:18].tolist() == [5, 6]
-    assert words.num_written == 10
 
 
-def test_an_equal_table_that_is_another_object_is_written_again() -> None:
+def test_a_table_that_is_shorter_than_the_one_before_is_right_as_far_as_it_goes() -> None:
     tables, words = staged()
-    for block_ids in ([1, 2], [1, 2]):
-        tables.write([0], [tuple(block_ids)], 8)
-    assert words.num_written == 4
+    tables.write([0], [(1, 2, 3)], 8)
+    tables.write([0], [(1, 2)], 8)
+    tables.write([0], [(1, 2, 4)], 8)
+    assert words.words[:3].tolist() == [1, 2, 4]
 
 
 def test_rows_are_written_again_when_their_width_changes() -> None:
