@@ -16,6 +16,7 @@ from server.ops.cuda.buffer import ITEM_BYTES, Buffer
 from server.ops.cuda.driver import (
     DriverError,
     GemmAlgorithm,
+    GemmProblem,
     KernelImage,
     OutOfDeviceMemory,
     Parameter,
@@ -409,17 +410,14 @@ def test_every_algorithm_that_is_found_agrees_with_fp64(
     for n, k in ((4608, 3584), (264, 72)):
         x, weight = (torch.randn(rows, k, device="cuda").to(dtype) for rows in (m, n))
         bias = torch.randn(n, device="cuda").to(dtype) if has_bias else None
-        found = driver.search_gemms(
-            m,
-            to_device(weight)[0],
-            str(out_dtype).removeprefix("torch."),  # type: ignore[arg-type]
-            has_bias=has_bias,
-            workspace_bytes=workspace.num_bytes,
-            max_results=64,
-        )
+        dtypes = [str(kind).removeprefix("torch.") for kind in (dtype, out_dtype)]
+        problem = GemmProblem(m, n, k, *dtypes, has_bias, workspace.num_bytes)  # type: ignore[arg-type]
+        found = driver.search_gemms(problem, 64)
         assert found
         assert len({algorithm.data for algorithm in found}) == len(found)
-        for algorithm in found:
+        variants = driver.vary_gemm(problem, found[0])
+        assert variants, "other tiles at least"
+        for algorithm in (*found, *variants):
             check_gemm(driver, stream, workspace, (x, weight, bias), out_dtype, algorithm)
     assert caplog.records == [], "all of them can be run"
     assert driver.gemm_version() >= 130000

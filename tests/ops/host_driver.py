@@ -25,6 +25,7 @@ from server.ops.cuda.driver import (
     Event,
     Function,
     GemmAlgorithm,
+    GemmProblem,
     Graph,
     KernelImage,
     OutOfDeviceMemory,
@@ -306,12 +307,16 @@ class HostDriver:
         self._enter("gemm_version", is_unsafe_in_capture=True)
         return GEMM_VERSION
 
-    def search_gemms(
-        self, m: int, weight: Buffer, out_dtype: str, *, has_bias: bool, workspace_bytes: int, max_results: int
-    ) -> list[GemmAlgorithm]:
+    def search_gemms(self, problem: GemmProblem, max_results: int) -> list[GemmAlgorithm]:
         """Two, which differ in name alone."""
         self._enter("search_gemms", is_unsafe_in_capture=True)
         return [GemmAlgorithm(bytes([number]) * 64, 0) for number in (1, 2)][:max_results]
+
+    def vary_gemm(self, problem: GemmProblem, algorithm: GemmAlgorithm) -> list[GemmAlgorithm]:
+        """The next two, up to number 9."""
+        self._enter("vary_gemm", is_unsafe_in_capture=True)
+        numbers = range(algorithm.data[0] + 1, min(algorithm.data[0] + 3, 10))
+        return [GemmAlgorithm(bytes([number]) * 64, 0) for number in numbers]
 
     def gemm_async(
         self,

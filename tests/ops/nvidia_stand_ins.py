@@ -204,6 +204,27 @@ class StandInCublas:
         answer._obj.workspace_bytes = asked._obj.workspace_bytes
         return 15 if asked._obj.algorithm[0] in self.refused else 0
 
+    TILE_IDS = (18, 20, 24)
+
+    def do_cublasLtMatmulAlgoCapGetAttribute(
+        self, algorithm: Any, which: Any, numbers: Any, num_bytes: Any, num_written: Any
+    ) -> int:
+        if which.value == 7:  # the largest custom option
+            numbers._obj.value = 3
+        elif which.value == 6:
+            num_written._obj.value = 4 * len(self.TILE_IDS)
+            if numbers is not None:
+                numbers[:] = self.TILE_IDS
+        else:
+            return 7
+        return 0
+
+    def do_cublasLtMatmulAlgoConfigSetAttribute(self, algorithm: Any, which: Any, value: Any, num_bytes: Any) -> None:
+        """Attribute i is half-word 8 + i."""
+        assert num_bytes.value == ctypes.sizeof(value._obj) == (2 if which.value == 8 else 4)
+        half_words = (ctypes.c_uint16 * 32).from_address(ctypes.addressof(algorithm._obj))
+        half_words[8 + which.value] = value._obj.value
+
     def do_cublasLtMatmulDescDestroy(self, desc: Any) -> None:
         self._objects[desc.value].clear()
 

@@ -14,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.errors import StartupError
-from server.ops.cuda import cublas, cublas_lt, nvidia
+from server.ops.cuda import cublas, cublas_lt, lt_variants, nvidia
 from server.ops.cuda.arguments import PackedArguments
 from server.ops.cuda.buffer import Buffer
 from server.ops.cuda.driver import (
     Driver,
     DriverError,
     GemmAlgorithm,
+    GemmProblem,
     KernelImage,
     OutOfDeviceMemory,
     Parameter,
@@ -677,9 +678,7 @@ def test_an_algorithm_is_not_used_on_addresses_that_it_was_not_found_for(
 def test_a_search_gives_what_a_gemm_can_be_asked_for(driver: NvidiaDriver, stream: Stream, blas: StandInCublas) -> None:
     blas.num_algorithms = 5
     operands = Operands(3, 16, 8, has_bias=True)
-    found = driver.search_gemms(
-        3, operands.weight, operands.out.dtype, has_bias=True, workspace_bytes=1 << 20, max_results=4
-    )
+    found = driver.search_gemms(GemmProblem(3, 16, 8, "bfloat16", "bfloat16", True, 1 << 20), 4)
     assert found == [an_algorithm(0xA1 + index, 512 * index) for index in range(4)]
     assert blas.heuristics[0][cublas_lt.LT_PREF_REDUCTION_SCHEME_MASK] == 2
     for algorithm in found:
@@ -693,15 +692,38 @@ def test_a_search_looks_at_other_sizes_and_keeps_what_this_one_can_use(
     driver: NvidiaDriver, stream: Stream, blas: StandInCublas
 ) -> None:
     blas.num_algorithms, blas.refused = 3, {0xA2}
-    weight = Operands(3, 16, 8).weight
-    found = driver.search_gemms(3, weight, "float32", has_bias=False, workspace_bytes=600, max_results=64)
+    found = driver.search_gemms(GemmProblem(3, 16, 8, "bfloat16", "bfloat16", False, 600), 64)
     assert found == [an_algorithm(0xA1)], "one is refused, and one needs more workspace than there is"
     rooms = [asked[cublas_lt.LT_PREF_MAX_WORKSPACE_BYTES] for asked in blas.heuristics]
     assert rooms == [600, 0] * 4
     assert blas.rows == [3, 3, 6, 6, 12, 12, 2, 2]
-    blas.heuristics.clear()
     Operands(3, 16, 8).run(driver, stream, algorithm=found[0])
     assert blas.used == [0xA1]
+
+
+def test_variants_of_an_algorithm_differ_in_one_respect_and_sum_in_fp32(
+    driver: NvidiaDriver, stream: Stream, blas: StandInCublas
+) -> None:
+    problem = GemmProblem(3, 16, 8, "bfloat16", "float32", False, 1 << 20)
+    original = an_algorithm(0xA1)
+    found = driver.vary_gemm(problem, original)
+    assert len(set(found)) == len(found)
+    assert original not in found
+    changes = [changed_words(original, other) for other in found]
+    tiles = [change for change in changes if change.keys() == {lt_variants.CONFIG_TILE_ID}]
+    assert tiles == [{lt_variants.CONFIG_TILE_ID: tile} for tile in blas.TILE_IDS]
+    splits = [change for change in changes if lt_variants.CONFIG_SPLITK_NUM in change]
+    assert splits[1] == {lt_variants.CONFIG_SPLITK_NUM: 2, lt_variants.CONFIG_REDUCTION_SCHEME: 2}
+    assert all(change.get(lt_variants.CONFIG_REDUCTION_SCHEME, 0) in (0, 2) for change in changes)
+    options = [change[5] for change in changes if lt_variants.CONFIG_CUSTOM_OPTION in change]
+    assert options == [1, 2, 3]
+    assert not any(lt_variants.CONFIG_STAGES_ID in change for change in changes), "the library lists none"
+
+
+def changed_words(before: GemmAlgorithm, after: GemmAlgorithm) -> dict[int, int]:
+    """The stand-in keeps attribute i in the half-word 8 + i."""
+    words = [struct.unpack("<32H", algorithm.data) for algorithm in (before, after)]
+    return {index - 8: new for index, (old, new) in enumerate(zip(*words, strict=True)) if old != new}
 
 
 def test_descriptors_of_more_biases_than_a_model_has_are_given_back(

@@ -24,9 +24,9 @@ from server.kernels.tile_files import FORMAT, GemmKey, TileFile, TileGemm, TileR
 from server.kernels.tuning.cases import SIZES, GemmCase, cases_of
 from server.kernels.tuning.choose import Contender, Kind, choose
 from server.kernels.tuning.compiled import CandidateFolder
-from server.kernels.tuning.rig import GemmRig
+from server.kernels.tuning.rig import GemmRig, algorithm_contender
 from server.models.facts import ModelFacts, facts_from_config
-from server.ops.cuda.driver import Driver, GemmAlgorithm
+from server.ops.cuda.driver import Driver
 from server.ops.cuda.sizes import GEMM_WORKSPACE
 from server.ops.cuda.tiles import GEMM_OPERATIONS, Tile
 
@@ -208,16 +208,11 @@ def _measure(
                 return
             rig.set_rows(m)
             library = Contender("cublas", TileRange(m), None)
-            algorithms = [_algorithm(m, algorithm) for algorithm in rig.algorithms(MAX_ALGORITHMS)]
+            algorithms = [algorithm_contender(m, algorithm) for algorithm in rig.algorithms(MAX_ALGORITHMS)]
             chosen = choose(library, [*algorithms, *_tiles(tuning, case, m, arch)], rig.race)
             yield chosen, dict(rig.host_us)
     finally:
         rig.close()
-
-
-def _algorithm(m: int, algorithm: GemmAlgorithm) -> Contender:
-    range_ = TileRange(m, algorithm=algorithm.data.hex(), workspace_bytes=algorithm.workspace_bytes)
-    return Contender("cublas_lt", range_, algorithm)
 
 
 def _tiles(tuning: Tuning, case: GemmCase, m: int, arch: str) -> Iterable[Contender]:

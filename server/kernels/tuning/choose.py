@@ -5,6 +5,8 @@ Knows microseconds and contenders. Does not know how either is come by.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import islice
 from typing import Literal
 
 import msgspec
@@ -15,6 +17,7 @@ from server.ops.cuda.tiles import GemmChoice
 Kind = Literal["cublas", "cublas_lt", "triton"]
 
 NUM_FINALISTS: dict[Kind, int] = {"cublas_lt": 3, "triton": 4}
+MAX_CLIMBS = 3  # from an algorithm to one like it
 MIN_GAIN = 0.02  # by which a contender must beat cuBLAS's own choice: less may be noise
 
 
@@ -27,13 +30,17 @@ class Contender:
     choice: GemmChoice
 
 
+Timed = tuple[float, Contender]  # microseconds
+
+
 @dataclass(frozen=True, slots=True)
 class Race:
-    """How contenders are measured. None: this one cannot be run."""
+    """How contenders are measured (None: this one cannot be run), and which others are like one."""
 
     quick_us: Callable[[Contender], float | None]
     careful_us: Callable[[Sequence[Contender]], Sequence[float]]
     is_right: Callable[[Contender], bool]
+    vary: Callable[[Contender], Sequence[Contender]] = lambda _: ()
 
 
 def choose(library: Contender, others: Sequence[Contender], race: Race) -> TileRange:
@@ -53,15 +60,35 @@ def choose(library: Contender, others: Sequence[Contender], race: Race) -> TileR
 
 def _finalists(others: Sequence[Contender], race: Race) -> list[Contender]:
     """The fastest of each kind that compute the right thing."""
-    timed = [(us, contender) for contender in others if (us := race.quick_us(contender)) is not None]
-    finalists: list[Contender] = []
-    for kind, count in NUM_FINALISTS.items():
-        ranked = (contender for _, contender in sorted(timed, key=lambda pair: pair[0]) if contender.kind == kind)
-        chosen = 0
-        for contender in ranked:
-            if chosen == count:
-                break
-            if race.is_right(contender):
-                finalists.append(contender)
-                chosen += 1
-    return finalists
+    timed = _quick(others, race)
+    timed += _climb(timed, race)
+    is_right = cache(race.is_right)
+    return [
+        contender
+        for kind, count in NUM_FINALISTS.items()
+        for contender in islice(filter(is_right, _ranked(timed, kind)), count)
+    ]
+
+
+def _climb(timed: Sequence[Timed], race: Race) -> list[Timed]:
+    """Algorithms that nobody thought of: those like the fastest, then those like the fastest of them."""
+    known = {contender.range.algorithm for _, contender in timed}
+    found: list[Timed] = []
+    varied: Contender | None = None
+    for _ in range(MAX_CLIMBS):
+        best = next(filter(race.is_right, _ranked([*timed, *found], "cublas_lt")), None)
+        if best is None or best is varied:
+            break
+        varied = best
+        new = [contender for contender in race.vary(best) if contender.range.algorithm not in known]
+        known |= {contender.range.algorithm for contender in new}
+        found += _quick(new, race)
+    return found
+
+
+def _quick(contenders: Sequence[Contender], race: Race) -> list[Timed]:
+    return [(us, contender) for contender in contenders if (us := race.quick_us(contender)) is not None]
+
+
+def _ranked(timed: Sequence[Timed], kind: Kind) -> list[Contender]:
+    return [contender for _, contender in sorted(timed, key=lambda pair: pair[0]) if contender.kind == kind]

@@ -11,12 +11,23 @@ from itertools import pairwise
 from random import Random
 from statistics import median
 
+from server.kernels.tile_files import TileRange
 from server.kernels.tuning.cases import GemmCase
 from server.kernels.tuning.choose import Contender, Kind, Race
 from server.kernels.tuning.values import agree, as_floats, random_inputs, random_weights
 from server.models.facts import ModelFacts
 from server.ops.cuda.buffer import Buffer, BufferDType
-from server.ops.cuda.driver import Driver, DriverError, Event, GemmAlgorithm, Graph, KernelImage, PinnedMemory, Stream
+from server.ops.cuda.driver import (
+    Driver,
+    DriverError,
+    Event,
+    GemmAlgorithm,
+    GemmProblem,
+    Graph,
+    KernelImage,
+    PinnedMemory,
+    Stream,
+)
 from server.ops.cuda.gemms import Projections
 from server.ops.cuda.kernels import Kernels
 from server.ops.cuda.operations import GATE_TILE
@@ -95,21 +106,24 @@ class GemmRig:
 
     def algorithms(self, max_results: int) -> list[GemmAlgorithm]:
         """What the GEMM library thinks of for the present number of rows."""
-        weight, shape = self._weights[0], self._case.shape
-        dtype: BufferDType = "float32" if shape.operation == "logits" else shape.dtype
-        return self._driver.search_gemms(
-            self._x.shape[0],
-            weight,
-            dtype,
-            has_bias=shape.has_bias,
-            workspace_bytes=GEMM_WORKSPACE.num_bytes,
-            max_results=max_results,
-        )
+        return self._driver.search_gemms(self._problem, max_results)
+
+    @property
+    def _problem(self) -> GemmProblem:
+        shape, room = self._case.shape, GEMM_WORKSPACE.num_bytes
+        out_dtype: BufferDType = "float32" if shape.operation == "logits" else shape.dtype
+        return GemmProblem(self._x.shape[0], shape.n, shape.k, shape.dtype, out_dtype, shape.has_bias, room)
 
     @property
     def race(self) -> Race:
         """For choose.choose."""
-        return Race(self._quick_us, self._careful_us, self._is_right)
+        return Race(self._quick_us, self._careful_us, self._is_right, self._vary)
+
+    def _vary(self, contender: Contender) -> list[Contender]:
+        if not isinstance(contender.choice, GemmAlgorithm):
+            return []
+        m = contender.range.max_rows
+        return [algorithm_contender(m, variant) for variant in self._driver.vary_gemm(self._problem, contender.choice)]
 
     # Measuring
 
@@ -258,6 +272,12 @@ class GemmRig:
             done += num_bytes
         self._driver.synchronize(self._stream)
         return buffer
+
+
+def algorithm_contender(m: int, algorithm: GemmAlgorithm) -> Contender:
+    """For m rows."""
+    range_ = TileRange(m, algorithm=algorithm.data.hex(), workspace_bytes=algorithm.workspace_bytes)
+    return Contender("cublas_lt", range_, algorithm)
 
 
 def _describe(contender: Contender) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from server.errors import StartupError
 from server.ops.cuda.buffer import Buffer, BufferDType
 from server.ops.cuda.cublas_lt import COMPUTE_32F, DATA_TYPES, OP_T, GemmKind, LtGemm
-from server.ops.cuda.driver import DriverError, GemmAlgorithm
+from server.ops.cuda.driver import DriverError, GemmAlgorithm, GemmProblem
 
 # Lt comes first: libcublas needs it, and finds it then wherever it lies.
 LIBRARY_NAMES = ("libcublasLt.so.13", "libcublas.so.13")
@@ -102,23 +102,24 @@ class Gemms:
             self._run_plain(x, weight, out, workspace, stream)
             return
         assert bias is None or bias.dtype == x.dtype, f"with a bias all four are of one dtype, not {bias.dtype}"
-        gemm = self._lt_gemm(weight, out.dtype, bias is not None)
+        key = (weight.shape, weight.dtype, out.dtype, bias is not None)
+        gemm = self._lt.get(key) or self._lt_gemm(GemmKind.of(weight, out.dtype, bias is not None))
         bias_address = 0 if bias is None else bias.address
         gemm.run(m, x.address, weight.address, bias_address, out.address, workspace, stream, algorithm)
 
-    def search(
-        self, m: int, weight: Buffer, out_dtype: BufferDType, has_bias: bool, workspace_bytes: int, max_results: int
-    ) -> list[GemmAlgorithm]:
+    def search(self, problem: GemmProblem, max_results: int) -> list[GemmAlgorithm]:
         """See LtGemm.search."""
-        return self._lt_gemm(weight, out_dtype, has_bias).search(m, workspace_bytes, max_results)
+        return self._lt_gemm(GemmKind.of_problem(problem)).search(problem.m, problem.workspace_bytes, max_results)
 
-    def _lt_gemm(self, weight: Buffer, out_dtype: BufferDType, has_bias: bool) -> LtGemm:
-        key = (weight.shape, weight.dtype, out_dtype, has_bias)
-        gemm = self._lt.get(key)
-        if gemm is None:
-            kind = GemmKind.of(weight, out_dtype, has_bias)
-            gemm = self._lt[key] = LtGemm(self._library.lt, self._handle, kind, self._check)
-        return gemm
+    def vary(self, problem: GemmProblem, algorithm: GemmAlgorithm) -> list[GemmAlgorithm]:
+        """See LtGemm.vary."""
+        return self._lt_gemm(GemmKind.of_problem(problem)).vary(problem.m, problem.workspace_bytes, algorithm)
+
+    def _lt_gemm(self, kind: GemmKind) -> LtGemm:
+        key = ((kind.n, kind.k), kind.dtype, kind.out_dtype, kind.has_bias)
+        if key not in self._lt:
+            self._lt[key] = LtGemm(self._library.lt, self._handle, kind, self._check)
+        return self._lt[key]
 
     def _run_plain(self, x: Buffer, weight: Buffer, out: Buffer, workspace: Buffer, stream: int) -> None:
         if stream != self._stream or workspace is not self._workspace:

@@ -6,13 +6,13 @@ Knows one weight shape at a time; which algorithm is asked for, and why, is the 
 import ctypes
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from server.ops.cuda.buffer import Buffer, BufferDType
-from server.ops.cuda.driver import DriverError, GemmAlgorithm
+from server.ops.cuda.driver import DriverError, GemmAlgorithm, GemmProblem
 
 OP_T = 1
 COMPUTE_32F = 68
@@ -27,7 +27,7 @@ LT_EPILOGUE_BIAS = 4
 LT_PREF_MAX_WORKSPACE_BYTES = 1
 LT_PREF_REDUCTION_SCHEME_MASK = 3
 LT_PREF_MIN_ALIGNMENTS = (5, 6, 7, 8)  # of A, B, C, D
-LT_REDUCTION_COMPUTE_TYPE = 2  # partial sums in fp32; no split at all is always allowed
+REDUCTION_COMPUTE_TYPE = 2  # partial sums in fp32; no split at all is always allowed
 
 WIDEST_ALIGNMENT = 256  # of addresses, as far as algorithms care
 # Algorithms that are remembered per weight shape: thousands of prefill sizes come and go, 300 bytes each.
@@ -76,6 +76,11 @@ class GemmKind:
         """Of x in the weight's dtype."""
         n, k = weight.shape
         return cls(n, k, weight.dtype, out_dtype, has_bias)
+
+    @classmethod
+    def of_problem(cls, problem: GemmProblem) -> "GemmKind":
+        """Whatever its number of rows."""
+        return cls(problem.n, problem.k, problem.dtype, problem.out_dtype, problem.has_bias)
 
     def __post_init__(self) -> None:
         assert self.n % 8 == self.k % 8 == 0, f"both sizes of a weight must be multiples of 8, not {(self.n, self.k)}"
@@ -164,9 +169,22 @@ class LtGemm:
                 for result in self._ask_heuristic(rows, WIDEST_ALIGNMENT, room, max_results):
                     unique.setdefault(bytes(result.algorithm), result)
         self._set_rows(m)
-        usable = (self._ask_check(result) for result in unique.values() if result.state == 0)
-        fitting = (answer for answer in usable if answer is not None and answer.workspace_bytes <= workspace_bytes)
-        return [answer.as_algorithm() for answer in fitting][:max_results]
+        return self._usable((result for result in unique.values() if result.state == 0), workspace_bytes)[:max_results]
+
+    def vary(self, m: int, workspace_bytes: int, algorithm: GemmAlgorithm) -> list[GemmAlgorithm]:
+        """Those that differ from it in one respect, and that m rows can use."""
+        from server.ops.cuda.lt_variants import variants  # which serving does not need
+
+        self._set_rows(m)
+        return self._usable(variants(self._lt, LtHeuristicResult.of(algorithm)), workspace_bytes)
+
+    def _usable(self, results: Iterable[LtHeuristicResult], workspace_bytes: int) -> list[GemmAlgorithm]:
+        answers = map(self._ask_check, results)
+        return [
+            answer.as_algorithm()
+            for answer in answers
+            if answer is not None and answer.workspace_bytes <= workspace_bytes
+        ]
 
     def _set_rows(self, m: int) -> None:
         columns = ctypes.c_uint64(m)
@@ -235,7 +253,7 @@ class LtGemm:
         preference = self._create("cublasLtMatmulPreferenceCreate")
         try:
             self._prefer(preference, LT_PREF_MAX_WORKSPACE_BYTES, ctypes.c_uint64(workspace_bytes))
-            self._prefer(preference, LT_PREF_REDUCTION_SCHEME_MASK, ctypes.c_uint32(LT_REDUCTION_COMPUTE_TYPE))
+            self._prefer(preference, LT_PREF_REDUCTION_SCHEME_MASK, ctypes.c_uint32(REDUCTION_COMPUTE_TYPE))
             for which in LT_PREF_MIN_ALIGNMENTS:
                 self._prefer(preference, which, ctypes.c_uint32(alignment))
             yield preference

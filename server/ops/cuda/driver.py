@@ -83,6 +83,19 @@ class GemmAlgorithm:
     workspace_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class GemmProblem:
+    """out [m, n] = x [m, k] @ weight [n, k].T, maybe + bias [n], for which an algorithm is sought."""
+
+    m: int
+    n: int
+    k: int
+    dtype: BufferDType
+    out_dtype: BufferDType
+    has_bias: bool
+    workspace_bytes: int
+
+
 class Function(Protocol):
     """A kernel that is loaded."""
 
@@ -232,10 +245,12 @@ class Driver(Protocol):
         """
         ...
 
-    def search_gemms(
-        self, m: int, weight: Buffer, out_dtype: BufferDType, *, has_bias: bool, workspace_bytes: int, max_results: int
-    ) -> list[GemmAlgorithm]:
-        """Algorithms for x [m, k], the library's best guess first: for measurements, not for serving."""
+    def search_gemms(self, problem: GemmProblem, max_results: int) -> list[GemmAlgorithm]:
+        """Algorithms for it, the library's best guess first: for measurements, not for serving."""
+        ...
+
+    def vary_gemm(self, problem: GemmProblem, algorithm: GemmAlgorithm) -> list[GemmAlgorithm]:
+        """Algorithms for it that differ from one in a single respect: for measurements, not for serving."""
         ...
 
     # Graphs

@@ -12,7 +12,7 @@ from cuda.bindings import driver as cu  # type: ignore[import-untyped]
 
 from server.errors import StartupError
 from server.ops.cuda.arguments import PackedArguments
-from server.ops.cuda.buffer import Buffer, BufferDType
+from server.ops.cuda.buffer import Buffer
 from server.ops.cuda.cublas import Gemms, load_cublas
 from server.ops.cuda.driver import (
     DeviceFacts,
@@ -20,6 +20,7 @@ from server.ops.cuda.driver import (
     Event,
     Function,
     GemmAlgorithm,
+    GemmProblem,
     Graph,
     KernelImage,
     OutOfDeviceMemory,
@@ -313,11 +314,13 @@ class NvidiaDriver:
         if self._sync_launches:
             self._settle(f"GEMM {x.shape} x {weight.shape} {x.dtype} -> {out.dtype}", stream)
 
-    def search_gemms(
-        self, m: int, weight: Buffer, out_dtype: BufferDType, *, has_bias: bool, workspace_bytes: int, max_results: int
-    ) -> list[GemmAlgorithm]:
+    def search_gemms(self, problem: GemmProblem, max_results: int) -> list[GemmAlgorithm]:
         """What cublasLt's heuristic thinks of."""
-        return self._prepared().search(m, weight, out_dtype, has_bias, workspace_bytes, max_results)
+        return self._prepared().search(problem, max_results)
+
+    def vary_gemm(self, problem: GemmProblem, algorithm: GemmAlgorithm) -> list[GemmAlgorithm]:
+        """Another tile, another split, another order."""
+        return self._prepared().vary(problem, algorithm)
 
     def _prepared(self) -> Gemms:
         if self._gemms is None:
