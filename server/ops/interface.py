@@ -81,9 +81,8 @@ class StepShape:
         return len(self.lengths)
 
 
-# Entries of StepInputs.header. The kernels of server/kernels/attention.py know them by these places.
-HEADER_NUM_DECODES, HEADER_NUM_CHUNKS, HEADER_NUM_TOKENS, HEADER_TABLE_COLUMNS = range(4)
-HEADER_SIZE = 4
+# Entries of StepInputs.header, at whose places the kernels of server/kernels/attention.py look for them.
+HEADER_FIELDS = ("num_decodes", "num_chunks", "num_tokens", "table_columns")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +124,7 @@ def input_sizes(limits: BatchLimits) -> dict[str, int]:
     """
     per_token, per_request = limits.max_batched_tokens, limits.max_num_requests
     return {
-        "header": HEADER_SIZE,
+        "header": len(HEADER_FIELDS),
         "token_ids": per_token,
         "token_slots": per_token,
         "positions": per_token,

@@ -9,7 +9,7 @@ from itertools import accumulate, compress
 from operator import add
 
 from server.kv.block_pool import SCRATCH_BLOCK
-from server.ops.interface import HEADER_SIZE, ON_HOST, BatchLimits, StepInputs, StepShape, StepSize
+from server.ops.interface import HEADER_FIELDS, ON_HOST, BatchLimits, StepInputs, StepShape, StepSize
 from server.ops.sampling import SamplingUse, SlotSampling, bounded_penalty, bounded_temperature
 from server.runner.slot_uses import SlotUses
 from server.runner.staged_tables import StagedTables, TableWidth
@@ -79,6 +79,7 @@ class InputBatch:
         host.context_lens[:num_chunks] = array("i", contexts)
         host.slots[:num_chunks] = array("i", columns.slots)
         table_columns = self._fill_tables(columns, host)
+        # HEADER_FIELDS
         host.header[:] = array("i", (exact.num_decodes, num_chunks, exact.num_tokens, table_columns))
         use, num_random = self._fill_samples(columns, contexts, host)
         self._pad(exact, size, host)
@@ -97,7 +98,7 @@ class InputBatch:
 
     def fill_padding(self, host: StepInputs[memoryview], size: StepSize) -> StepShape:
         """A step of nobody's requests."""
-        host.header[:] = array("i", (0,) * HEADER_SIZE)
+        host.header[:] = array("i", (0,) * len(HEADER_FIELDS))
         self._pad(StepSize(0, 0, 0, 0), size, host)
         use, _ = self._uses.use((), ())
         return StepShape(

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from server.kernels import attention as kernels
-from server.ops import interface
 from server.ops.cuda.attention import MAX_SPLITS
 from server.ops.cuda.kernels import Kernels
-from server.ops.interface import BatchLimits
+from server.ops.interface import HEADER_FIELDS, BatchLimits
 from tests.ops import host_interpreter
 from tests.ops.attention_rig import SENTINEL, AttentionRig, assert_exact, attention_facts, make_batch
 from tests.ops.host_driver import HostDriver, allocate_buffer, as_tensor, to_device
@@ -112,5 +111,5 @@ def test_means_are_combined_by_their_weights(num_splits: int, head_dim: int) -> 
 
 
 def test_kernels_know_the_places_of_the_header() -> None:
-    for name in ("NUM_DECODES", "NUM_CHUNKS", "NUM_TOKENS", "TABLE_COLUMNS"):
-        assert getattr(kernels, name).value == getattr(interface, f"HEADER_{name}")
+    for place, name in enumerate(HEADER_FIELDS):
+        assert getattr(kernels, name.upper()).value == place
