@@ -134,10 +134,10 @@ class GemmRig:
             call = self._call(contender.choice)
             call(0)  # what is loaded at first use is loaded
             graph = self._record(call, num_calls)
+            (times,) = self._replay([graph], QUICK_REPEATS)
         except (DriverError, ValueError) as error:  # too much of something for the device, or a size that does not suit
             self._say(f"  left out: {_describe(contender)}: {error}")
             return None
-        (times,) = self._replay([graph], QUICK_REPEATS)
         self._driver.destroy_graph(graph)
         return min(times) / num_calls
 
