@@ -42,7 +42,10 @@ class PendingStep:
 
 
 class ModelRunner(Generic[BufferT]):
-    """One model on one backend. Steps run in the order of `submit`; a plan may refer to tokens not yet waited for."""
+    """One model on one backend, and the only one there from its first step on: it remembers what host buffers hold.
+
+    Steps run in the order of `submit`; a plan may refer to tokens not yet waited for.
+    """
 
     def __init__(self, facts: ModelFacts, ops: Operations[BufferT], eos_token_ids: tuple[int, ...]) -> None:
         self._vocab_size = facts.vocab_size
