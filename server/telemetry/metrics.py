@@ -142,7 +142,7 @@ class _BoardCollector(Collector):
             sizes.add_metric([self._model_name, role, name], num_bytes)
         yield from (seconds, sizes)
         yield from self._whole_start()
-        yield self._gauge("graphs", "Decode graphs captured by the model worker", board.num_graphs)
+        yield self._gauge("graphs", "Graphs of steps recorded by the model worker", board.num_graphs)
 
     def _whole_start(self) -> Iterator[Metric]:
         view = read_startup(self._board, "")

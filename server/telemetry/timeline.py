@@ -75,7 +75,7 @@ class Item(msgspec.Struct, frozen=True):
 
 
 class Graphs(msgspec.Struct, frozen=True):
-    """Decode graphs of the running model worker."""
+    """Recorded graphs of the running model worker."""
 
     captured: int
     wanted: int
