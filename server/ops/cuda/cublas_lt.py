@@ -108,7 +108,7 @@ class LtGemm:
         if kind.has_bias:
             self._set_descriptor(self._question, LT_DESC_BIAS_POINTER, ctypes.c_void_p(WIDEST_ALIGNMENT))
         self._descriptors: dict[int, ctypes.c_void_p] = {}  # by the bias's address
-        self._settled: OrderedDict[tuple[int, int, int, GemmAlgorithm | None], LtHeuristicResult] = OrderedDict()
+        self._settled: OrderedDict[tuple[int, int, int, bytes | None], LtHeuristicResult] = OrderedDict()
         self._refused: set[GemmAlgorithm] = set()
         self._bound: Buffer | None = None  # the workspace of the call before
         self._num_bytes = 0
@@ -140,10 +140,13 @@ class LtGemm:
             self._bound, self._num_bytes = workspace, workspace.num_bytes
             self._workspace.value, self._workspace_bytes.value = workspace.address, self._num_bytes
         alignment = WIDEST_ALIGNMENT if (x | weight | bias | out) % WIDEST_ALIGNMENT == 0 else 16
-        key = (m, alignment, self._num_bytes, algorithm)
+        # By its bytes, whose hash is remembered, as a dataclass's is not.
+        key = (m, alignment, self._num_bytes, algorithm.data if algorithm else None)
         found = self._settled.get(key)
         if found is None:
-            found = self._settle(*key)
+            found = self._settled[key] = self._settle(m, alignment, self._num_bytes, algorithm)
+            if len(self._settled) > MAX_ALGORITHMS:
+                self._settled.popitem(last=False)
         else:
             self._settled.move_to_end(key)
         descriptor = self._descriptors.get(bias)
@@ -203,9 +206,6 @@ class LtGemm:
         found = self._check_algorithm(m, workspace_bytes, algorithm) if algorithm and alignment > 16 else None
         if found is None:
             found = self._ask_heuristic(m, alignment, workspace_bytes, 1)[0]
-        self._settled[m, alignment, workspace_bytes, algorithm] = found
-        if len(self._settled) > MAX_ALGORITHMS:
-            self._settled.popitem(last=False)
         return found
 
     def _check_algorithm(self, m: int, workspace_bytes: int, algorithm: GemmAlgorithm) -> LtHeuristicResult | None:
