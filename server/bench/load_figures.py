@@ -8,12 +8,14 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+_LEAST_WINDOW = 0.9  # of a request: where all take the same time, a little less than one may be left
 
 
 @dataclass(slots=True)
@@ -125,13 +127,14 @@ def figures_of(records: Sequence[Record]) -> Figures | None:
 
 def steady_figures(records: Sequence[Record], window: Window | None) -> Figures | None:
     """Latencies of the good requests that were sent in the window; rates of the window itself, to which every good
-    request adds that share of its tokens by which its life lies in it. None: too few rounds for a steady state.
+    request adds that share of its tokens by which its life lies in it. None: there is no window, or one that is
+    shorter than a request.
     """
-    if window is None or window.begin == window.end:
+    if window is None:
         return None
     good = [record for record in records if not record.error]
     inside = [record for record in good if window.holds_begin_of(record)]
-    if not inside:
+    if not inside or window.end - window.begin < _LEAST_WINDOW * median(one.end - one.begin for one in inside):
         return None
     shares = [_overlap(record, window) for record in good]
     num_tokens = sum(share * record.num_tokens for share, record in zip(shares, good, strict=True))

@@ -56,8 +56,10 @@ def test_the_steady_state_begins_with_the_last_first_answer_and_ends_with_the_fi
 def test_too_few_rounds_have_no_steady_state() -> None:
     assert closed_window([]) is None
     assert closed_window([record(0, 0, 1), record(1, 0, 2)]) is None
-    records = [record(0, 0, 1)]
+    records = [record(0, 0, 1), record(0, 1.001, 2)]
+    assert closed_window(records) == Window(1, 1.001)
     assert steady_figures(records, closed_window(records)) is None
+    assert steady_figures(records, None) is None
 
 
 def test_one_user_is_steady_after_the_first_answer() -> None:
@@ -72,7 +74,7 @@ def test_one_user_is_steady_after_the_first_answer() -> None:
 
 def test_steady_rates_count_of_a_request_what_lies_in_the_window() -> None:
     records = [record(0, 0, 4), record(0, 4, 8), record(0, 8, 12)]
-    steady = steady_figures(records, Window(2, 9))
+    steady = steady_figures(records, Window(2, 9))  # which the first one's half and the last one's quarter lie in
     assert steady is not None
     assert steady.tokens_per_s == pytest.approx((5 + 10 + 2.5) / 7)
     assert steady.num_requests == 2
