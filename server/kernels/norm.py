@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from server.kernels.partials import sum_partials
 from server.kernels.spec import KernelSpec, Variant
 
 
@@ -57,6 +58,31 @@ def add_rms_norm(residual, delta, weight, out, hidden, eps, BLOCK: tl.constexpr)
     _scale_row(residual + row, weight, out + row, squares, first, hidden, eps, BLOCK)
 
 
+@triton.jit
+def add_rms_norm_partials(residual, partials, weight, out, num_tokens, hidden, num_splits, eps, BLOCK: tl.constexpr):
+    """residual [tokens, hidden] += the sum of partials [num_splits, tokens, hidden], then out = rms_norm(residual).
+
+    grid (tokens, 1, 1). The sum is not rounded to the dtype of `out` before it is added.
+    """
+    row = tl.program_id(0).to(tl.int64) * hidden
+    stride = num_tokens.to(tl.int64) * hidden
+    columns = tl.arange(0, BLOCK)
+    in_row = columns < hidden
+    first = tl.load(residual + row + columns, mask=in_row, other=0.0)
+    first += sum_partials(partials + row, stride, num_splits, columns, in_row)
+    tl.store(residual + row + columns, first, mask=in_row)
+    squares = first * first
+    for begin in range(BLOCK, hidden, BLOCK):
+        columns = begin + tl.arange(0, BLOCK)
+        in_row = columns < hidden
+        values = tl.load(residual + row + columns, mask=in_row, other=0.0)
+        values += sum_partials(partials + row, stride, num_splits, columns, in_row)
+        tl.store(residual + row + columns, values, mask=in_row)
+        squares += values * values
+    tl.debug_barrier()  # other threads of the program may read again what these have written
+    _scale_row(residual + row, weight, out + row, squares, first, hidden, eps, BLOCK)
+
+
 _SIZES = {"hidden": "i32", "eps": "fp32"}
 _VARIANTS = (Variant({"BLOCK": 4096}, num_warps=8),)
 
@@ -72,6 +98,22 @@ SPECS = (
         name="add_rms_norm",
         function="add_rms_norm",
         parameters={"residual": "*fp32", "delta": "*T", "weight": "*T", "out": "*T", **_SIZES},
+        variants=_VARIANTS,
+        aligned={"hidden": 8},
+    ),
+    KernelSpec(
+        name="add_rms_norm_partials",
+        function="add_rms_norm_partials",
+        parameters={
+            "residual": "*fp32",
+            "partials": "*fp32",
+            "weight": "*T",
+            "out": "*T",
+            "num_tokens": "i32",
+            "hidden": "i32",
+            "num_splits": "i32",
+            "eps": "fp32",
+        },
         variants=_VARIANTS,
         aligned={"hidden": 8},
     ),
