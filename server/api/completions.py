@@ -1,5 +1,6 @@
 """POST /v1/completions: OpenAI's shape, several prompts a call, streamed or whole."""
 
+import asyncio
 import itertools
 import secrets
 import time
@@ -30,6 +31,7 @@ from server.api.sse import DONE_EVENT, EventStream, encode_event, unless_disconn
 from server.engine.messages import SamplingParams
 from server.errors import InvalidRequest
 from server.ops.sampling import bounded_penalty, bounded_temperature
+from server.text.tokenizer import TooManyTokens
 
 router = APIRouter(prefix="/v1")
 
@@ -82,7 +84,7 @@ async def _admit(serving: Serving, body: CompletionBody) -> _Call:
     times = Times()
     _check_model(serving, body.model)
     _refuse_unsupported(body)
-    prompts = await _encode_prompts(serving, body.prompt)
+    prompts = await _encode_prompts(serving, body)
     requests = [_request_of(serving, body, token_ids) for token_ids in prompts]
     new_completion = partial(
         Completion,
@@ -117,10 +119,11 @@ def _refuse_unsupported(body: CompletionBody) -> None:
             raise InvalidRequest("is not supported by this server", name)
 
 
-async def _encode_prompts(serving: Serving, prompt: object) -> list[list[int]]:
+async def _encode_prompts(serving: Serving, body: CompletionBody) -> list[list[int]]:
     """A text, a list of texts, a list of ids, or a list of such lists; never mixed, never empty."""
+    prompt = body.prompt
     if isinstance(prompt, str):
-        return [await encode_prompt(serving, prompt, "prompt")]
+        return [await _encode_text(serving, body, prompt, "prompt")]
     if not isinstance(prompt, list):
         raise InvalidRequest(
             "must be a string, a list of strings, a list of token ids or a list of such lists", "prompt"
@@ -128,25 +131,41 @@ async def _encode_prompts(serving: Serving, prompt: object) -> list[list[int]]:
     if not prompt:
         raise InvalidRequest("an empty list has no prompt", "prompt")
     if not isinstance(prompt[0], (str, list)):
-        check_token_ids(serving, prompt, "prompt")
-        return [prompt]
+        return [_checked_ids(serving, body, prompt, "prompt")]
     if len(prompt) > MAX_PROMPTS:
         raise InvalidRequest(f"has {len(prompt)} prompts, at most {MAX_PROMPTS} are possible", "prompt")
-    return [await _encode_item(serving, item, type(prompt[0]), f"prompt.{i}") for i, item in enumerate(prompt)]
+    kind = type(prompt[0])
+    return [await _encode_item(serving, body, item, kind, f"prompt.{i}") for i, item in enumerate(prompt)]
 
 
-async def _encode_item(serving: Serving, item: object, kind: type, param: str) -> list[int]:
+async def _encode_item(serving: Serving, body: CompletionBody, item: object, kind: type, param: str) -> list[int]:
     if not isinstance(item, kind):
         raise InvalidRequest("the prompts of a list must all be texts, or all be lists of token ids", param)
+    await asyncio.sleep(0)  # 256 prompts in one turn would hold back the tokens of running streams
     if isinstance(item, str):
-        return await encode_prompt(serving, item, param)
+        return await _encode_text(serving, body, item, param)
     assert isinstance(item, list)
-    check_token_ids(serving, item, param)
-    return item
+    return _checked_ids(serving, body, item, param)
+
+
+async def _encode_text(serving: Serving, body: CompletionBody, text: str, param: str) -> list[int]:
+    limit = serving.max_model_len
+    try:
+        return await encode_prompt(serving, text, param, limit)
+    except TooManyTokens as error:
+        raise _prompt_too_long(error.num_tokens, body.max_tokens, limit) from None
+
+
+def _checked_ids(serving: Serving, body: CompletionBody, token_ids: list[int], param: str) -> list[int]:
+    limit = serving.max_model_len
+    if len(token_ids) >= limit:  # before a million ids are looked at
+        raise _prompt_too_long(len(token_ids), body.max_tokens, limit)
+    check_token_ids(serving, token_ids, param)
+    return token_ids
 
 
 def _request_of(serving: Serving, body: CompletionBody, token_ids: list[int]) -> GenerationRequest:
-    max_tokens = _max_tokens(body.max_tokens or DEFAULT_MAX_TOKENS, len(token_ids), serving.max_model_len)
+    max_tokens = _max_tokens(body.max_tokens, len(token_ids), serving.max_model_len)
     min_tokens = body.min_tokens or 0
     if min_tokens > (body.max_tokens or DEFAULT_MAX_TOKENS):
         raise InvalidRequest("must not be above max_tokens", "min_tokens")
@@ -169,17 +188,22 @@ def _request_of(serving: Serving, body: CompletionBody, token_ids: list[int]) ->
     return GenerationRequest(token_ids, sampling, tuple(body.stop or ()), body.priority or 0)
 
 
-def _max_tokens(wish: int, num_prompt_tokens: int, limit: int) -> int:
+def _max_tokens(wish: int | None, num_prompt_tokens: int, limit: int) -> int:
     """What is wished, or as much of it as the context holds."""
     if num_prompt_tokens >= limit:
-        shown = wish if wish < _U64 else "far more"
-        raise InvalidRequest(
-            f"This model's maximum context length is {limit} tokens. However, you requested {num_prompt_tokens} tokens "
-            f"in the prompt (max_tokens {shown}). At most {limit - 1} are possible, so that one can be generated.",
-            "prompt",
-            "context_length_exceeded",
-        )
-    return min(wish, limit - num_prompt_tokens)
+        raise _prompt_too_long(num_prompt_tokens, wish, limit)
+    return min(wish or DEFAULT_MAX_TOKENS, limit - num_prompt_tokens)
+
+
+def _prompt_too_long(num_tokens: int, wish: int | None, limit: int) -> InvalidRequest:
+    shown = wish or DEFAULT_MAX_TOKENS
+    return InvalidRequest(
+        f"This model's maximum context length is {limit} tokens. However, you requested {num_tokens} tokens "
+        f"in the prompt (max_tokens {shown if shown < _U64 else 'far more'}). At most {limit - 1} are possible, so "
+        "that one can be generated.",
+        "prompt",
+        "context_length_exceeded",
+    )
 
 
 async def _collect(call: _Call) -> Completion:

@@ -42,6 +42,7 @@ from server.api.sse import EventStream, encode_event, unless_disconnected
 from server.engine.messages import SamplingParams
 from server.errors import InvalidRequest
 from server.ops.sampling import bounded_penalty, bounded_temperature
+from server.text.tokenizer import TooManyTokens
 
 router = APIRouter()
 
@@ -118,7 +119,7 @@ async def info(serving: ServingDep) -> Response:
 @router.post("/tokenize", openapi_extra=openapi_body(TokenizeBody))
 async def tokenize(body: Annotated[TokenizeBody, Depends(body_of(TokenizeBody))], serving: ServingDep) -> Response:
     """Token ids of a text, and which characters each covers."""
-    return _json(await asyncio.to_thread(serving.tokenizer.encode_with_offsets, body.inputs))
+    return _json(await serving.tokenizer.encode_with_offsets_async(body.inputs))
 
 
 @router.post("/detokenize", openapi_extra=openapi_body(DetokenizeBody))
@@ -137,9 +138,7 @@ async def _admit(serving: Serving, body: GenerateBody, with_logprobs: bool, full
     times = Times()
     parameters = body.parameters or GenerateParameters()
     _refuse_unsupported(parameters)
-    token_ids = await encode_prompt(serving, body.inputs, "inputs")
-    if parameters.truncate is not None:
-        token_ids = token_ids[-parameters.truncate :]
+    token_ids = await _encode(serving, body.inputs, parameters)
     sampling = _sampling_of(parameters, serving, len(token_ids), with_logprobs)
     request = GenerationRequest(token_ids, sampling, tuple(parameters.stop or ()))
     wants_full_text = full_text_default if parameters.return_full_text is None else parameters.return_full_text
@@ -149,6 +148,16 @@ async def _admit(serving: Serving, body: GenerateBody, with_logprobs: bool, full
         prefix=body.inputs if wants_full_text else "",
         wants_details=bool(parameters.details),
     )
+
+
+async def _encode(serving: Serving, text: str, parameters: GenerateParameters) -> list[int]:
+    if parameters.truncate is not None:
+        return (await encode_prompt(serving, text, "inputs", None))[-parameters.truncate :]
+    limit = serving.max_model_len
+    try:
+        return await encode_prompt(serving, text, "inputs", limit)
+    except TooManyTokens as error:
+        raise _prompt_too_long(error.num_tokens, parameters.max_new_tokens, limit) from None
 
 
 async def _admit_stream(serving: Serving, body: GenerateBody, full_text_default: bool) -> _Call:
@@ -202,11 +211,7 @@ def _sampling_of(
 def _max_tokens(wish: int | None, num_prompt_tokens: int, limit: int) -> int:
     """The wish, which must fit; without one, what is left of the context."""
     if num_prompt_tokens >= limit:
-        raise InvalidRequest(
-            f"the prompt has {num_prompt_tokens} tokens (max_new_tokens {wish}); prompt and output together may have "
-            f"{limit}, so at most {limit - 1} for the prompt",
-            "inputs",
-        )
+        raise _prompt_too_long(num_prompt_tokens, wish, limit)
     if wish is None:
         return limit - num_prompt_tokens
     if num_prompt_tokens + wish > limit:
@@ -216,6 +221,14 @@ def _max_tokens(wish: int | None, num_prompt_tokens: int, limit: int) -> int:
             "parameters.max_new_tokens",
         )
     return wish
+
+
+def _prompt_too_long(num_tokens: int, wish: int | None, limit: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"the prompt has {num_tokens} tokens (max_new_tokens {wish}); prompt and output together may have "
+        f"{limit}, so at most {limit - 1} for the prompt",
+        "inputs",
+    )
 
 
 async def _whole_answer(serving: Serving, call: _Call, request: Request, as_list: bool) -> Response:
@@ -250,10 +263,10 @@ async def _stream_chunks(call: _Call) -> AsyncGenerator[bytes, None]:
     async with aclosing(call.running.batches()) as batches:
         async for events in batches:
             texts += [event.text for event in events]
-            yield b"".join([_encode(call, event, texts) for event in events])
+            yield b"".join([_encode_token(call, event, texts) for event in events])
 
 
-def _encode(call: _Call, event: TokenEvent, texts: list[str]) -> bytes:
+def _encode_token(call: _Call, event: TokenEvent, texts: list[str]) -> bytes:
     """One event; `texts` is only looked at for the last."""
     if event.finish is None:
         return encode_event(StreamEvent(event.number, _token(event), None, None))

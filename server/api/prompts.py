@@ -5,14 +5,18 @@ The rules that all route families share. Does not know bodies or wire shapes: ea
 
 import secrets
 from collections.abc import Sequence
+from typing import TypeGuard, cast
 
 from server.api.serving import Serving
 from server.errors import InvalidRequest
 
 
-async def encode_prompt(serving: Serving, text: str, param: str) -> list[int]:
-    """Token ids of a text, never none, all of which the model has. Raises InvalidRequest blaming `param`."""
-    token_ids = await serving.tokenizer.encode_async(text)
+async def encode_prompt(serving: Serving, text: str, param: str, max_tokens: int | None) -> list[int]:
+    """Token ids of a text, never none, all of which the model has. Raises InvalidRequest blaming `param`.
+
+    Raises TooManyTokens beyond `max_tokens`: how that is refused is each family's own matter.
+    """
+    token_ids = await serving.tokenizer.encode_async(text, max_tokens=max_tokens)
     if not token_ids:
         raise InvalidRequest("an empty prompt cannot be continued", param)
     vocab_size = serving.facts.vocab_size
@@ -28,11 +32,21 @@ def check_token_ids(serving: Serving, token_ids: Sequence[object], param: str) -
     vocab_size = serving.facts.vocab_size
     if not token_ids:
         raise InvalidRequest("an empty prompt cannot be continued", param)
+    if _are_ids(token_ids, vocab_size):
+        return
     for index, token_id in enumerate(token_ids):
         if type(token_id) is not int:  # a bool is an int to isinstance
             raise InvalidRequest("a token id must be an integer", f"{param}.{index}")
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(f"a token id must be at least 0 and below {vocab_size}", f"{param}.{index}")
+
+
+def _are_ids(token_ids: Sequence[object], vocab_size: int) -> TypeGuard[Sequence[int]]:
+    """Three passes without Python's loop: 1 ms for a context of 32,768, not 4."""
+    if set(map(type, token_ids)) != {int}:
+        return False
+    numbers = cast(Sequence[int], token_ids)
+    return min(numbers) >= 0 and max(numbers) < vocab_size
 
 
 def resolve_top_k(top_k: int, vocab_size: int) -> int:

@@ -22,8 +22,17 @@ from server.text.token_pieces import TokenPieces
 # Encoding runs at about 2.5 million characters a second and core (Qwen2's vocabulary): 2000 take 0.7 ms. More than that
 # is not done on the event loop, where a hop to a thread and back costs 0.1 ms.
 INLINE_MAX_CHARS = 2000
+_HUGE_MIN_CHARS = 200_000  # no usual context holds that: its second of work must not delay prompts that are served
 _NUM_THREADS = 2
 _HEAP_BYTES_PER_FILE_BYTE = 20  # while it is read
+
+
+class TooManyTokens(Exception):
+    """A text has `num_tokens` tokens, which is more than wanted. Their ids were not even listed."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(f"{num_tokens} tokens")
+        self.num_tokens = num_tokens
 
 
 class TokenSpan(msgspec.Struct, frozen=True):
@@ -74,24 +83,26 @@ class Tokenizer:
             raise StartupError(f"{path} has no tokens")
         return cls(backend, read_text_config(folder), read_eos_token_ids(folder, backend.token_to_id))
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """A prompt's ids. Names of special tokens in it become their ids, as in TGI and vLLM.
 
         `add_special_tokens`: with the start token that the checkpoint asks for. Empty if there is none and no text.
-        Releases the interpreter lock. Raises InvalidRequest for a lone surrogate.
+        Releases the interpreter lock. Raises InvalidRequest for a lone surrogate, TooManyTokens beyond `max_tokens`.
         """
-        return self._encode(self._backend, text, add_special_tokens)
+        return self._encode(self._backend, text, add_special_tokens, max_tokens)
 
-    async def encode_async(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    async def encode_async(
+        self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
         """The same for the event loop: beyond INLINE_MAX_CHARS in a thread."""
         if len(text) <= INLINE_MAX_CHARS:
-            return self.encode(text, add_special_tokens)
+            return self.encode(text, add_special_tokens, max_tokens)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self.encode, text, add_special_tokens)
+        return await loop.run_in_executor(self._threads_for(text), self.encode, text, add_special_tokens, max_tokens)
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of text in which nothing is special: "<|im_end|>" is six characters and more, never a control token."""
-        return self._encode(self._plain_backend, text, add_special_tokens=False)
+        return self._encode(self._plain_backend, text, add_special_tokens=False, max_tokens=None)
 
     def encode_with_offsets(self, text: str) -> list[TokenSpan]:
         """What each token of a prompt covers; added special tokens cover nothing. Same errors as `encode`."""
@@ -99,6 +110,11 @@ class Tokenizer:
         encoding = self._backend.encode_batch([text], add_special_tokens=True)[0]
         spans = zip(encoding.ids, encoding.offsets, strict=True)
         return [TokenSpan(token_id, text[start:stop], start, stop) for token_id, (start, stop) in spans]
+
+    async def encode_with_offsets_async(self, text: str) -> list[TokenSpan]:
+        """The same for the event loop: in a thread."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads_for(text), self.encode_with_offsets, text)
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of ids; any id is taken, those without text add none. Never raises.
@@ -110,10 +126,15 @@ class Tokenizer:
         return text.removeprefix(" ") if self.pieces.strips_first_space else text
 
     @staticmethod
-    def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode(
+        backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool, max_tokens: int | None
+    ) -> list[int]:
         check_is_text(text)
         # NOTE: of the library's calls only the batch ones release the interpreter lock; one text starts no thread.
-        token_ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        [encoding] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        if max_tokens is not None and len(encoding) > max_tokens:
+            raise TooManyTokens(len(encoding))  # the list of a million ids would hold the lock for 10 ms
+        token_ids: list[int] = encoding.ids
         return token_ids
 
     @cached_property
@@ -126,9 +147,16 @@ class Tokenizer:
             plain.pre_tokenizer = self._backend.pre_tokenizer
         return plain
 
+    def _threads_for(self, text: str) -> ThreadPoolExecutor:
+        return self._threads if len(text) < _HUGE_MIN_CHARS else self._huge_thread
+
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenizer")
+
+    @cached_property
+    def _huge_thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix="tokenizer-huge")
 
 
 def check_is_text(text: str) -> None:
