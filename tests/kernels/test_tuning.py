@@ -1,9 +1,9 @@
 """scripts/tune-kernels: what is raced, who wins, what is written; on a device in host memory with its own clock."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,7 +13,9 @@ import pytest
 
 from server.errors import StartupError
 from server.kernels import build as build_module
+from server.kernels import candidates as candidates_module
 from server.kernels.build import Job
+from server.kernels.candidates import Candidate
 from server.kernels.catalog import Recipe
 from server.kernels.manifest import ManifestImage
 from server.kernels.tile_files import TileFile, TileRange, read_tiles, write_tiles
@@ -21,14 +23,14 @@ from server.kernels.tuning import __main__ as tuning_command
 from server.kernels.tuning import compiled as compiled_module
 from server.kernels.tuning import rig as rig_module
 from server.kernels.tuning.__main__ import Tuning, main, tune
-from server.kernels.tuning.cases import SIZES, GemmCase, cases_of
+from server.kernels.tuning.cases import SIZES, cases_of
 from server.kernels.tuning.choose import NUM_FINALISTS, Contender, Kind, Race, choose
 from server.kernels.tuning.compiled import CandidateFolder
 from server.kernels.tuning.values import agree, as_floats, random_inputs, random_weights
 from server.models.facts import ModelFacts
 from server.ops.cuda.buffer import Buffer
 from server.ops.cuda.driver import Function, GemmAlgorithm, KernelImage, Stream
-from tests.ops.contract_kernels import adding_images, tile_image
+from tests.ops.gemm_images import tile_constants
 from tests.ops.host_driver import GEMM_VERSION, HostDriver
 from tests.ops.host_kernels import all_recipes, host_image
 
@@ -249,28 +251,32 @@ class ClockedDriver(HostDriver):
         self._now += ms
 
 
-@dataclass(frozen=True)
-class ACandidate:
-    kernel: str
-    constants: dict[str, Any] = field(default_factory=dict)
-    num_warps: int = 4
-    num_stages: int = 2
-    num_splits: int = 1
-
-
 class HostCandidates:
-    """In place of compiled ones: kernels that the interpreter runs."""
+    """In place of compiled ones: what the interpreter runs, the same object each time."""
 
     def __init__(self) -> None:
-        self._tiles = {
-            name: tile_image(name, "bfloat16", 16, 64, has_bias=name == "linear")
-            for name in ("linear", "linear_split", "gated_linear", "linear_fp32")
-        }
+        self._images: list[tuple[Recipe, KernelImage]] = []
 
-    def image(self, recipe: Any) -> KernelImage | None:
-        if isinstance(recipe, Recipe):
-            return host_image(recipe)
-        return recipe if isinstance(recipe, KernelImage) else self._tiles.get(recipe)
+    def image(self, recipe: Recipe) -> KernelImage:
+        for known, image in self._images:
+            if known == recipe:
+                return image
+        self._images.append((recipe, host_image(recipe)))
+        return self._images[-1][1]
+
+
+KERNELS_OF: dict[str, str] = {
+    "linear": "linear",
+    "linear_add_norm": "linear_split",
+    "gated_linear": "gated_linear",
+    "logits": "linear_fp32",
+}
+
+
+def one_candidate(operation: str, m: int, n: int, k: int, *, has_bias: bool, block: int, arch: str) -> list[Candidate]:
+    name = KERNELS_OF[operation]
+    constants = tile_constants(name, 16, 64, has_bias=has_bias)
+    return [Candidate(name, constants, 4, 3, num_splits=3 if "split" in name else 1)]
 
 
 @pytest.fixture
@@ -280,20 +286,8 @@ def driver() -> ClockedDriver:
 
 @pytest.fixture
 def tuning(monkeypatch: pytest.MonkeyPatch) -> Tuning:
-    """Of all projections of a tiny model, at two sizes, with one kernel for each that has one."""
-    kernels = {"linear": "linear", "linear_add_norm": "linear_split", "gated_linear": "gated_linear"}
-    kernels["logits"] = "linear_fp32"
-
-    def recipes_of(case: GemmCase, m: int, arch: str) -> Iterator[tuple[ACandidate, Any]]:
-        name = kernels[case.shape.operation]
-        yield ACandidate(name, {"BLOCK_M": 16, "BLOCK_N": 64}, num_splits=3 if "split" in name else 1), name
-
-    def glue_recipes(dtype: str) -> list[Any]:
-        own = [recipe for recipe in all_recipes() if recipe.name in ("add_rms_norm", "gate") and recipe.dtype == dtype]
-        return [*own, *adding_images(dtype)]
-
-    monkeypatch.setattr(tuning_command, "recipes_of", recipes_of)
-    monkeypatch.setattr(tuning_command, "glue_recipes", glue_recipes)
+    """Of all projections of a tiny model, at two sizes, with one kernel for each."""
+    monkeypatch.setattr(candidates_module, "candidates", one_candidate)
     monkeypatch.setattr(rig_module, "CAREFUL_REPEATS", 1)
     monkeypatch.setattr(rig_module, "QUICK_REPEATS", 1)
     monkeypatch.setattr(tuning_command, "version", lambda _: "3.6.0")
@@ -323,7 +317,8 @@ def test_every_projection_is_measured_and_written(tuning: Tuning, driver: Clocke
         assert [range_.max_rows for range_ in gemm.range] == [1, 2]
     by_key = {gemm.key: gemm.range[1] for gemm in tiles.gemm}
     qkv = by_key["linear", "bfloat16", 48, 32, True]
-    assert (qkv.kernel, qkv.constants) == ("linear", {"BLOCK_M": 16, "BLOCK_N": 64})
+    assert (qkv.kernel, qkv.constants) == ("linear", tile_constants("linear", 16, 64, has_bias=True))
+    assert (qkv.num_warps, qkv.num_stages, qkv.num_splits) == (4, 3, 1)
     assert qkv.us == {"cublas": 1000.0, "cublas_lt": 500.0, "triton": 250.0}
     gated = by_key["gated_linear", "bfloat16", 96, 32, False]
     assert gated.kernel == "gated_linear"
@@ -341,12 +336,8 @@ def test_a_kernel_with_wrong_results_is_not_chosen(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(
-        tuning_command,
-        "recipes_of",
-        # Without the bias that the model has.
-        lambda *_: iter([(ACandidate("linear"), tile_image("linear", "bfloat16", 16, 64, has_bias=False))]),
-    )
+    biasless = Candidate("linear", tile_constants("linear", 16, 64, has_bias=False), 4, 3)
+    monkeypatch.setattr(candidates_module, "candidates", lambda *_, **__: [biasless])
     tune(only(tuning, "linear"), driver, tmp_path / "sm_80.toml")
     (range_,) = written(tmp_path / "sm_80.toml").gemm[0].range
     assert range_.kernel is None
@@ -360,7 +351,7 @@ def test_a_candidate_that_cannot_be_loaded_is_left_out(
     driver.fail_at(1, method="load")
     tune(only(tuning, "linear"), driver, tmp_path / "sm_80.toml")
     assert "triton" not in written(tmp_path / "sm_80.toml").gemm[0].range[0].us
-    assert "left out: linear {'BLOCK_M': 16, 'BLOCK_N': 64}, 4 warps, 2 stages: a call that" in capsys.readouterr().err
+    assert "left out: linear {'BLOCK_M': 16, 'BLOCK_N': 64, 'BLOCK_K': 32" in capsys.readouterr().err
 
 
 def test_what_is_there_is_kept_unless_it_is_of_another_library(

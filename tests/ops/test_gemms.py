@@ -15,7 +15,7 @@ from server.ops.cuda.kernels import Kernels
 from server.ops.cuda.operations import GATE_TILE
 from server.ops.cuda.tiles import NO_TABLE, GemmChoice, GemmOperation, GemmRanges, GemmShape, GemmTable, Tile
 from server.ops.interface import Linear
-from tests.ops.contract_kernels import adding_images, tile_image
+from tests.ops.gemm_images import tile_image
 from tests.ops.host_driver import GEMM_VERSION, HostDriver, allocate_buffer, as_tensor, to_device
 from tests.ops.host_kernels import host_images
 
@@ -52,8 +52,7 @@ class Bench:
         self.driver.prepare_gemms()
         self.stream = self.driver.create_stream()
         facts = replace(FACTS, dtype=self.name)
-        images = [*adding_images(self.name), *host_images()]
-        self.kernels = Kernels(self.driver, self.stream, images)
+        self.kernels = Kernels(self.driver, self.stream, host_images())
         self.projections = Projections(
             self.driver,
             self.stream,
