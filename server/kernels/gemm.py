@@ -3,7 +3,7 @@
 Which tile suits which size is data (tiles/*.toml). Constants of every kernel:
 BLOCK_M, BLOCK_N    rows and columns of `out` per program; one row is summed without tensor cores
 BLOCK_K             columns of x and weight at a time
-MORE_M              of BLOCK_M, the rows in a second tile, which makes 96 of 64 + 32 or 192 of 128 + 64; mostly 0
+MORE_M, MORE_N      of BLOCK_M and BLOCK_N, what is in a second tile, which makes 192 of 128 + 64; 0 if they are one
 MASKS_K             k need not be a multiple of BLOCK_K
 WEIGHTS_FIRST       tensor cores compute weight @ x.T: their wide side (64 rows and more) is weights, x the narrow one
 """
@@ -21,37 +21,59 @@ def _tile_sums(
     rows,
     more_rows,
     weight_rows,
+    more_weight_rows,
     m,
     k,
     first_tile,
     end_tile,
     BLOCK_K: tl.constexpr,
-    HAS_MORE: tl.constexpr,
+    HAS_MORE_M: tl.constexpr,
+    HAS_MORE_N: tl.constexpr,
     MASKS_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
 ):
-    """fp32 sums of x @ weight[weight_rows].T over some tiles of k: [rows, weight rows], and of more_rows if HAS_MORE.
+    """fp32 sums of x @ weight.T over some tiles of k, of four rectangles, of which those without more are 0:
 
+    rows by weight_rows, more_rows by weight_rows, rows by more_weight_rows, more_rows by more_weight_rows.
     Instead of rows beyond the last, the last one is computed again: that needs no masks in the loop.
     """
     columns = tl.arange(0, BLOCK_K)
-    weight_tile = weight + weight_rows.to(tl.int64)[:, None] * k + columns[None, :]
-    x_tile = x + tl.minimum(rows, m - 1).to(tl.int64)[:, None] * k + columns[None, :]
+    weight_tile = _pointers(weight, weight_rows, columns, k)
+    x_tile = _pointers(x, tl.minimum(rows, m - 1), columns, k)
     sums = _no_sums(rows.shape[0], weight_rows.shape[0], BLOCK_K, WEIGHTS_FIRST)
-    if HAS_MORE:
-        more_tile = x + tl.minimum(more_rows, m - 1).to(tl.int64)[:, None] * k + columns[None, :]
-        more_sums = _no_sums(more_rows.shape[0], weight_rows.shape[0], BLOCK_K, WEIGHTS_FIRST)
+    if HAS_MORE_M:
+        more_x_tile = _pointers(x, tl.minimum(more_rows, m - 1), columns, k)
+        sums_m = _no_sums(more_rows.shape[0], weight_rows.shape[0], BLOCK_K, WEIGHTS_FIRST)
+    if HAS_MORE_N:
+        more_weight_tile = _pointers(weight, more_weight_rows, columns, k)
+        sums_n = _no_sums(rows.shape[0], more_weight_rows.shape[0], BLOCK_K, WEIGHTS_FIRST)
+        if HAS_MORE_M:
+            sums_mn = _no_sums(more_rows.shape[0], more_weight_rows.shape[0], BLOCK_K, WEIGHTS_FIRST)
     # Inputs of the kernel before are read from here on: x, not the weights.
     for tile in range(first_tile, end_tile):
         begin = tile * BLOCK_K
         in_row = (begin + columns < k)[None, :]
         weights = _load(weight_tile + begin, in_row, MASKS_K)
-        sums = _add_products(sums, _load(x_tile + begin, in_row, MASKS_K), weights, WEIGHTS_FIRST)
-        if HAS_MORE:
-            more_sums = _add_products(more_sums, _load(more_tile + begin, in_row, MASKS_K), weights, WEIGHTS_FIRST)
+        values = _load(x_tile + begin, in_row, MASKS_K)
+        sums = _add_products(sums, values, weights, WEIGHTS_FIRST)
+        if HAS_MORE_M:
+            more_values = _load(more_x_tile + begin, in_row, MASKS_K)
+            sums_m = _add_products(sums_m, more_values, weights, WEIGHTS_FIRST)
+        if HAS_MORE_N:
+            more_weights = _load(more_weight_tile + begin, in_row, MASKS_K)
+            sums_n = _add_products(sums_n, values, more_weights, WEIGHTS_FIRST)
+            if HAS_MORE_M:
+                sums_mn = _add_products(sums_mn, more_values, more_weights, WEIGHTS_FIRST)
     sums = _by_row(sums, rows.shape[0], WEIGHTS_FIRST)
-    more_sums = _by_row(more_sums, more_rows.shape[0], WEIGHTS_FIRST) if HAS_MORE else 0.0
-    return sums, more_sums
+    sums_m = _by_row(sums_m, more_rows.shape[0], WEIGHTS_FIRST) if HAS_MORE_M else 0.0
+    sums_n = _by_row(sums_n, rows.shape[0], WEIGHTS_FIRST) if HAS_MORE_N else 0.0
+    sums_mn = _by_row(sums_mn, more_rows.shape[0], WEIGHTS_FIRST) if HAS_MORE_M and HAS_MORE_N else 0.0
+    return sums, sums_m, sums_n, sums_mn
+
+
+@triton.jit
+def _pointers(matrix, rows, columns, width):
+    return matrix + rows.to(tl.int64)[:, None] * width + columns[None, :]
 
 
 @triton.jit
@@ -92,17 +114,18 @@ def _load(pointers, in_row, MASKS_K: tl.constexpr):
 
 
 @triton.jit
-def _rows_of_program(m, BLOCK_M: tl.constexpr, MORE_M: tl.constexpr):
-    """Rows of `out` in the first tile and in the second one. Programs that share weights follow each other."""
-    first_row = tl.program_id(0) % tl.cdiv(m, BLOCK_M) * BLOCK_M
-    rows = first_row + tl.arange(0, BLOCK_M - MORE_M)
-    more_rows = first_row + (BLOCK_M - MORE_M) + tl.arange(0, MORE_M) if MORE_M else first_row
-    return rows, more_rows
+def _first_of_program(m, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Row and column of `out` where a program's tile begins. Programs that share weights follow each other."""
+    num_row_tiles = tl.cdiv(m, BLOCK_M)
+    return tl.program_id(0) % num_row_tiles * BLOCK_M, tl.program_id(0) // num_row_tiles * BLOCK_N
 
 
 @triton.jit
-def _first_column_of_program(m, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    return tl.program_id(0) // tl.cdiv(m, BLOCK_M) * BLOCK_N
+def _two_ranges(first, BLOCK: tl.constexpr, MORE: tl.constexpr):
+    """`BLOCK` numbers from `first` on, the last `MORE` of them apart."""
+    numbers = first + tl.arange(0, BLOCK - MORE)
+    more_numbers = first + (BLOCK - MORE) + tl.arange(0, MORE) if MORE else first
+    return numbers, more_numbers
 
 
 @triton.jit
@@ -125,24 +148,33 @@ def linear(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     MORE_M: tl.constexpr,
+    MORE_N: tl.constexpr,
     MASKS_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
     """out [m, n] = x [m, k] @ weight [n, k].T + bias [n]. grid (ceil(n / BLOCK_N) * ceil(m / BLOCK_M), 1, 1)."""
-    HAS_MORE: tl.constexpr = MORE_M > 0
-    rows, more_rows = _rows_of_program(m, BLOCK_M, MORE_M)
-    columns = _first_column_of_program(m, BLOCK_M, BLOCK_N) + tl.arange(0, BLOCK_N)
-    weight_rows, num_tiles = tl.minimum(columns, n - 1), tl.cdiv(k, BLOCK_K)
-    sums, more_sums = _tile_sums(
-        x, weight, rows, more_rows, weight_rows, m, k, 0, num_tiles, BLOCK_K, HAS_MORE, MASKS_K, WEIGHTS_FIRST
+    first_row, first_column = _first_of_program(m, BLOCK_M, BLOCK_N)
+    rows, more_rows = _two_ranges(first_row, BLOCK_M, MORE_M)
+    columns, more_columns = _two_ranges(first_column, BLOCK_N, MORE_N)
+    weight_rows, more_weight_rows = tl.minimum(columns, n - 1), tl.minimum(more_columns, n - 1)
+    sums, sums_m, sums_n, sums_mn = _tile_sums(
+        *(x, weight, rows, more_rows, weight_rows, more_weight_rows, m, k, 0, tl.cdiv(k, BLOCK_K)),
+        *(BLOCK_K, MORE_M > 0, MORE_N > 0, MASKS_K, WEIGHTS_FIRST),
     )
     if HAS_BIAS:
         biases = tl.load(bias + weight_rows).to(tl.float32)[None, :]
-        sums, more_sums = sums + biases, more_sums + biases
+        sums, sums_m = sums + biases, sums_m + biases
+        if MORE_N:
+            more_biases = tl.load(bias + more_weight_rows).to(tl.float32)[None, :]
+            sums_n, sums_mn = sums_n + more_biases, sums_mn + more_biases
     _store(out, sums, 0, rows, columns, m, n)
-    if HAS_MORE:
-        _store(out, more_sums, 0, more_rows, columns, m, n)
+    if MORE_M:
+        _store(out, sums_m, 0, more_rows, columns, m, n)
+    if MORE_N:
+        _store(out, sums_n, 0, rows, more_columns, m, n)
+        if MORE_M:
+            _store(out, sums_mn, 0, more_rows, more_columns, m, n)
 
 
 @triton.jit
@@ -158,6 +190,7 @@ def linear_split(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     MORE_M: tl.constexpr,
+    MORE_N: tl.constexpr,
     MASKS_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
 ):
@@ -165,19 +198,25 @@ def linear_split(
 
     grid (ceil(n / BLOCK_N) * ceil(m / BLOCK_M), 1, num_splits).
     """
-    HAS_MORE: tl.constexpr = MORE_M > 0
-    rows, more_rows = _rows_of_program(m, BLOCK_M, MORE_M)
-    columns = _first_column_of_program(m, BLOCK_M, BLOCK_N) + tl.arange(0, BLOCK_N)
-    weight_rows, num_tiles, split = tl.minimum(columns, n - 1), tl.cdiv(k, BLOCK_K), tl.program_id(2)
+    first_row, first_column = _first_of_program(m, BLOCK_M, BLOCK_N)
+    rows, more_rows = _two_ranges(first_row, BLOCK_M, MORE_M)
+    columns, more_columns = _two_ranges(first_column, BLOCK_N, MORE_N)
+    weight_rows, more_weight_rows = tl.minimum(columns, n - 1), tl.minimum(more_columns, n - 1)
+    num_tiles, split = tl.cdiv(k, BLOCK_K), tl.program_id(2)
     # Parts differ by a tile at most.
     begin, end = num_tiles * split // num_splits, num_tiles * (split + 1) // num_splits
-    sums, more_sums = _tile_sums(
-        x, weight, rows, more_rows, weight_rows, m, k, begin, end, BLOCK_K, HAS_MORE, MASKS_K, WEIGHTS_FIRST
+    sums, sums_m, sums_n, sums_mn = _tile_sums(
+        *(x, weight, rows, more_rows, weight_rows, more_weight_rows, m, k, begin, end),
+        *(BLOCK_K, MORE_M > 0, MORE_N > 0, MASKS_K, WEIGHTS_FIRST),
     )
-    first_row = split.to(tl.int64) * m
-    _store(partials, sums, first_row, rows, columns, m, n)
-    if HAS_MORE:
-        _store(partials, more_sums, first_row, more_rows, columns, m, n)
+    first = split.to(tl.int64) * m
+    _store(partials, sums, first, rows, columns, m, n)
+    if MORE_M:
+        _store(partials, sums_m, first, more_rows, columns, m, n)
+    if MORE_N:
+        _store(partials, sums_n, first, rows, more_columns, m, n)
+        if MORE_M:
+            _store(partials, sums_mn, first, more_rows, more_columns, m, n)
 
 
 @triton.jit
@@ -193,6 +232,7 @@ def gated_linear(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     MORE_M: tl.constexpr,
+    MORE_N: tl.constexpr,
     MASKS_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
 ):
@@ -200,27 +240,35 @@ def gated_linear(
 
     weight [2 n, k]: per `block` columns of `out`, their rows of gate, then those of up. A tile may lie across blocks.
     """
-    HAS_MORE: tl.constexpr = MORE_M > 0
-    rows, more_rows = _rows_of_program(m, BLOCK_M, MORE_M)
-    first_column = _first_column_of_program(m, BLOCK_M, BLOCK_N)
-    # A column's two rows of weights are neighbours in the tile, so that one thread gets both sums.
-    halves = tl.arange(0, 2 * BLOCK_N)
-    of_half = tl.minimum(first_column + halves // 2, n - 1)
-    weight_rows = (of_half // block * 2 + halves % 2) * block + of_half % block
-    num_tiles = tl.cdiv(k, BLOCK_K)
-    sums, more_sums = _tile_sums(
-        x, weight, rows, more_rows, weight_rows, m, k, 0, num_tiles, BLOCK_K, HAS_MORE, MASKS_K, WEIGHTS_FIRST
+    first_row, first_column = _first_of_program(m, BLOCK_M, BLOCK_N)
+    rows, more_rows = _two_ranges(first_row, BLOCK_M, MORE_M)
+    columns, more_columns = _two_ranges(first_column, BLOCK_N, MORE_N)
+    halves, more_halves = _two_ranges(first_column * 2, 2 * BLOCK_N, 2 * MORE_N)
+    weight_rows, more_weight_rows = _gate_and_up(halves, n, block), _gate_and_up(more_halves, n, block)
+    sums, sums_m, sums_n, sums_mn = _tile_sums(
+        *(x, weight, rows, more_rows, weight_rows, more_weight_rows, m, k, 0, tl.cdiv(k, BLOCK_K)),
+        *(BLOCK_K, MORE_M > 0, MORE_N > 0, MASKS_K, WEIGHTS_FIRST),
     )
-    columns = first_column + tl.arange(0, BLOCK_N)
-    _store(out, _gated(sums, BLOCK_M - MORE_M, BLOCK_N), 0, rows, columns, m, n)
-    if HAS_MORE:
-        _store(out, _gated(more_sums, MORE_M, BLOCK_N), 0, more_rows, columns, m, n)
+    _store(out, _gated(sums), 0, rows, columns, m, n)
+    if MORE_M:
+        _store(out, _gated(sums_m), 0, more_rows, columns, m, n)
+    if MORE_N:
+        _store(out, _gated(sums_n), 0, rows, more_columns, m, n)
+        if MORE_M:
+            _store(out, _gated(sums_mn), 0, more_rows, more_columns, m, n)
 
 
 @triton.jit
-def _gated(sums, NUM_ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
+def _gate_and_up(halves, n, block):
+    """Rows of weights. A column's two are neighbours in the tile, so that one thread gets both sums."""
+    columns = tl.minimum(halves // 2, n - 1)
+    return (columns // block * 2 + halves % 2) * block + columns % block
+
+
+@triton.jit
+def _gated(sums):
     """[rows, columns], of sums in which each column of gate is followed by that of up."""
-    gates, ups = tl.split(tl.reshape(sums, (NUM_ROWS, BLOCK_N, 2)))
+    gates, ups = tl.split(tl.reshape(sums, (sums.shape[0], sums.shape[1] // 2, 2)))
     return gates / (1.0 + tl.exp(-gates)) * ups
 
 
@@ -232,6 +280,7 @@ _GENERAL: dict[str, Constant] = {
     "BLOCK_N": 32,
     "BLOCK_K": 64,
     "MORE_M": 0,
+    "MORE_N": 0,
     "MASKS_K": True,
     "WEIGHTS_FIRST": False,
 }

@@ -65,8 +65,10 @@ def bench(request: pytest.FixtureRequest) -> Bench:
     return Bench(request.param)
 
 
-def constants(block_m: int, block_n: int, block_k: int, *, more_m: int = 0, weights_first: bool = False) -> Constants:
-    sizes = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "MORE_M": more_m}
+def constants(
+    block_m: int, block_n: int, block_k: int, *, more_m: int = 0, more_n: int = 0, weights_first: bool = False
+) -> Constants:
+    sizes = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "MORE_M": more_m, "MORE_N": more_n}
     return {**sizes, "MASKS_K": True, "WEIGHTS_FIRST": weights_first}
 
 
@@ -93,8 +95,9 @@ TILES = {
     "rows": constants(16, 32, 64),
     "weights": constants(16, 64, 16, weights_first=True),
     "wide": constants(64, 32, 64),
-    "two tiles": constants(96, 32, 64, more_m=32),
-    "two tiles of weights": constants(24, 32, 64, more_m=8, weights_first=True),
+    "more rows": constants(96, 32, 64, more_m=32),
+    "more weights": constants(16, 24, 64, more_n=8),
+    "more of both": constants(24, 40, 32, more_m=8, more_n=8, weights_first=True),
 }
 
 
