@@ -46,6 +46,7 @@ from server.text.tokenizer import TooManyTokens
 
 router = APIRouter()
 
+_SPANS_A_TURN = 2000  # of a million that one body can ask for: 0.5 ms of the event loop
 _FINISH_WORDS: dict[Finish, str] = {"length": "length", "eos": "eos_token", "stop": "stop_sequence"}
 
 
@@ -119,7 +120,12 @@ async def info(serving: ServingDep) -> Response:
 @router.post("/tokenize", openapi_extra=openapi_body(TokenizeBody))
 async def tokenize(body: Annotated[TokenizeBody, Depends(body_of(TokenizeBody))], serving: ServingDep) -> Response:
     """Token ids of a text, and which characters each covers."""
-    return _json(await serving.tokenizer.encode_with_offsets_async(body.inputs))
+    spans = await serving.tokenizer.encode_with_offsets_async(body.inputs)
+    parts = []
+    for start in range(0, len(spans), _SPANS_A_TURN):
+        parts.append(msgspec.json.encode(spans[start : start + _SPANS_A_TURN])[1:-1])
+        await asyncio.sleep(0)
+    return Response(b"[" + b",".join(parts) + b"]", media_type="application/json")
 
 
 @router.post("/detokenize", openapi_extra=openapi_body(DetokenizeBody))

@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
 
@@ -20,6 +21,22 @@ from server.launch.parent_death import die_with_parent
 from server.launch.service import current_service
 from server.launch.supervisor import wake_master
 from server.telemetry.logging import configure_logging
+
+# A thread that renders metrics gives way to the event loop after this: Python's own 5 ms are the time of a token.
+_SWITCH_INTERVAL_S = 0.0005
+_STALL_LIMIT_S = 60.0  # as common proxies have it
+_SEND_BUFFER_BYTES = 256 << 10  # seconds of a fast stream; the kernel would let it grow to 4 MB
+
+
+def bound_stalled_clients(listener: socket.socket, stall_limit_s: float = _STALL_LIMIT_S) -> None:
+    """Who connects here and then reads nothing, or is gone without a word, is dropped after the limit.
+
+    Until then it holds one small buffer in the kernel: its stream waits, and what waits goes out at once when it reads.
+    Connections inherit both options from their listener.
+    """
+    if listener.family in (socket.AF_INET, socket.AF_INET6):
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(stall_limit_s * 1e3))
 
 
 class WebWorker(UvicornWorker):
@@ -50,6 +67,9 @@ class WebWorker(UvicornWorker):
         is_first = self.age == 1
         if is_first:
             board.begin_stage(Role.WEB, "uvicorn")
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        for listener in self.sockets:
+            bound_stalled_clients(listener.sock)
         server = _Server(self.config, board, timeouts.lame_duck_s, is_first)
         # Plain sockets: uvloop detaches those at its end, Gunicorn's wrappers would be closed twice.
         await server.serve(sockets=[listener.sock for listener in self.sockets])

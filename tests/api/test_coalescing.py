@@ -289,6 +289,36 @@ def test_while_a_client_takes_nothing_events_wait_and_go_in_one_message(app):
     assert end["body"] == b""
 
 
+def test_one_client_that_takes_nothing_delays_none_of_fifty(app):
+    ids = app.tokenizer.encode("abc") * 20
+
+    async def main():
+        stalled_messages = []
+
+        async def stall(message):
+            stalled_messages.append(message)
+            await asyncio.Event().wait()
+
+        clients = [Client([0]) for _ in range(49)]
+        body = {"inputs": "abc", "parameters": {"max_new_tokens": 100}}
+        app.engine.submits.clear()
+        stalled = asyncio.create_task(app.post("/generate_stream", body, stall))
+        calls = [asyncio.create_task(app.post("/generate_stream", body, client.send)) for client in clients]
+        await until(lambda: len(app.engine.submits) == 50)
+        for position, token_id in enumerate(ids):
+            finish = "length" if position == len(ids) - 1 else None
+            app.engine.say([TokenOutput(s.request_id, token_id, -0.5, finish) for s in app.engine.submits])
+            await asyncio.sleep(0)
+        await asyncio.wait_for(asyncio.gather(*calls), 10)
+        assert all(len(events_of(client.text)) == len(ids) for client in clients)
+        assert len(stalled_messages) == 1
+        stalled.cancel()
+        await asyncio.gather(stalled, return_exceptions=True)
+
+    app.runner.run(main())
+    assert app.app.state.serving.engine.num_live == 0
+
+
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
 def test_a_whole_answer_wakes_its_task_once(app, path, monkeypatch):
     from server.engine.inbox import Inbox

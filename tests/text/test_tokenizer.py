@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from server.errors import InvalidRequest, StartupError
 from server.models.vocabulary import read_vocabulary
-from server.text.tokenizer import INLINE_MAX_CHARS, Tokenizer
+from server.text.tokenizer import INLINE_MAX_CHARS, Tokenizer, TooManyTokens
 from tests.text.hard_texts import HARD_TEXTS
 from tests.text.qwen2_vocabulary import REPOSITORY, qwen2_folder
 from tests.text.sentencepiece_tokenizer import write_sentencepiece_tokenizer
@@ -105,6 +105,16 @@ def test_only_long_text_is_encoded_in_a_thread(tmp_path: Path) -> None:
 
     assert asyncio.run(encode(short)) == (tokenizer.encode(short), 0)
     assert asyncio.run(encode(long)) == (tokenizer.encode(long), 1)
+
+
+@pytest.mark.parametrize("num_chars", [10, 2 * INLINE_MAX_CHARS])
+def test_more_tokens_than_wanted_are_counted_and_not_listed(tiny: Tokenizer, num_chars: int) -> None:
+    text = "x" * num_chars
+    num_tokens = len(tiny.encode(text))
+    assert asyncio.run(tiny.encode_async(text, max_tokens=num_tokens)) == tiny.encode(text)
+    with pytest.raises(TooManyTokens) as caught:
+        asyncio.run(tiny.encode_async(text, max_tokens=num_tokens - 1))
+    assert caught.value.num_tokens == num_tokens
 
 
 def test_event_loop_runs_while_a_long_text_is_encoded(qwen2: Tokenizer) -> None:
