@@ -6,7 +6,7 @@ service, each submitted before the one before is waited for, so a time is what a
 what submitting it takes. The table tells which token counts are worth padding to (runner/graphs.mixed_token_counts)
 and where the knee of the token budget is.
 
-    scripts/gpu/graph_times.py [--context 200] [--mixed-tokens 512] [--json FILE] [--size 128x8 ...]
+    scripts/gpu/graph_times.py [--context 200] [--mixed-tokens 512] [--size 128x8 ...] [--switch-on NAME ...] ...
 """
 
 import argparse
@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.profile_submit import QWEN2_7B, NullDriver, source_images
 from server.engine.messages import SamplingParams
 from server.kernels.manifest import built_folder, read_manifest
+from server.ops.cuda import attention
 from server.ops.cuda.backend import create_backend
 from server.ops.cuda.buffer import Buffer
 from server.ops.cuda.nvidia import NvidiaDriver
@@ -39,6 +40,7 @@ from server.weights.layout import weight_layout
 
 BLOCK_SIZE = 16
 PIECE_BYTES = 8 << 20
+SWITCHES = ("LAST_SPLIT_COMBINES", "BRANCHES")
 GREEDY = SamplingParams(max_tokens=1, ignore_eos=True)
 
 
@@ -171,6 +173,7 @@ def main() -> None:
     parser.add_argument("--mixed-tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=20, help="of each of five rounds")
     parser.add_argument("--size", nargs="*", default=[], metavar="TOKENSxREQUESTS", help="these alone; 8x8: decodes")
+    parser.add_argument("--switch-on", nargs="*", default=[], choices=SWITCHES, help="of server/ops/cuda/attention.py")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--on-nothing", action="store_true", help="on a driver that does nothing: try this script")
     options = parser.parse_args()
@@ -179,6 +182,8 @@ def main() -> None:
         max(options.mixed_tokens, options.requests), options.requests, 32768, num_blocks, BLOCK_SIZE,
         max_mixed_tokens=options.mixed_tokens,
     )  # fmt: skip
+    for name in options.switch_on:
+        setattr(attention, name, True)
     ops = make_operations(limits, on_nothing=options.on_nothing)
     sizes = [
         size

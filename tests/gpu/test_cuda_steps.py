@@ -12,6 +12,7 @@ from msgspec.structs import replace as replace_params
 
 from server.engine.messages import SamplingParams
 from server.kernels.manifest import built_folder, read_manifest
+from server.ops.cuda import attention
 from server.ops.cuda.driver import KernelImage
 from server.ops.cuda.nvidia import NvidiaDriver
 from server.ops.cuda.sizes import GRAPH_BYTES, activation_bound_bytes, kv_pool_spec
@@ -178,6 +179,18 @@ def test_replayed_mixed_steps_are_those_that_are_issued_one_by_one(
     assert replayed.results == issued.results
     assert all(map(torch.equal, replayed.logits, issued.logits))
     compare(small, limits, replayed, "cuda").assert_good()
+
+
+def test_chunks_may_be_attended_beside_decodes(gpu: Gpu, small: TinyWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, issued one by one and replayed."""
+    monkeypatch.setattr("server.runner.graphs.MIN_INTERVAL_S", 0.0)
+    limits = replace(LIMITS, max_mixed_tokens=64)
+    runs = []
+    for branches in (False, True):
+        monkeypatch.setattr(attention, "BRANCHES", branches)
+        runs.append(run_requests(small, gpu.build(small, limits), waves(), num_in_flight=2))
+    assert runs[0].results == runs[1].results
+    assert all(map(torch.equal, runs[0].logits, runs[1].logits))
 
 
 def test_poisoned_neighbours_and_padding_change_no_bit(gpu: Gpu) -> None:

@@ -46,6 +46,7 @@ ILLEGAL_STATE = (401, "CUDA_ERROR_ILLEGAL_STATE")
 ILLEGAL_ADDRESS = (700, "CUDA_ERROR_ILLEGAL_ADDRESS")
 CAPTURE_UNSUPPORTED = (900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED")
 CAPTURE_INVALIDATED = (901, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED")
+CAPTURE_UNJOINED = (904, "CUDA_ERROR_STREAM_CAPTURE_UNJOINED")
 CAPTURE_ISOLATION = (905, "CUDA_ERROR_STREAM_CAPTURE_ISOLATION")
 CAPTURED_EVENT = (907, "CUDA_ERROR_CAPTURED_EVENT")
 INJECTED = DriverError("a call that a test lets fail", 719, "CUDA_ERROR_LAUNCH_FAILED")
@@ -53,11 +54,29 @@ INJECTED = DriverError("a call that a test lets fail", 719, "CUDA_ERROR_LAUNCH_F
 Work = Callable[[], None]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Capture:
+    """Of the stream `origin`, and of those that wait for an event recorded in it, until the origin waits for theirs."""
+
     thread_id: int
+    origin: Stream
     work: list[Work] = field(default_factory=list)
     is_valid: bool = True
+    num_recorded: Counter[Stream] = field(default_factory=Counter)
+    num_awaited: dict[Stream, int] = field(default_factory=dict)  # by the origin, of each other stream's
+
+    @property
+    def is_joined(self) -> bool:
+        return all(self.num_recorded[stream] == count for stream, count in self.num_awaited.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where in a capture an event was recorded."""
+
+    capture: Capture
+    stream: Stream
+    num_recorded: int
 
 
 @dataclass(slots=True)
@@ -85,7 +104,7 @@ class HostDriver:
         self._failures: list[Failure] = []
         self._ids = itertools.count(1000)
         self._streams: set[int] = set()
-        self._events: dict[int, bool] = {}  # whether recorded in a capture
+        self._events: dict[int, Mark | None] = {}  # of those recorded in a capture, where
         self.clock_ms: Callable[[], float] = lambda: 0.0
         self._recorded_ms: dict[int, float] = {}
         self._graphs: dict[int, list[Work]] = {}
@@ -193,7 +212,7 @@ class HostDriver:
     def create_event(self) -> Event:
         self._enter("create_event")
         event = Event(next(self._ids))
-        self._events[event] = False
+        self._events[event] = None
         return event
 
     def create_timed_event(self) -> Event:
@@ -207,7 +226,7 @@ class HostDriver:
     def record(self, event: Event, stream: Stream) -> None:
         capture = self._enter("record", stream)
         self._check_event(event, "record")
-        self._events[event] = capture is not None
+        self._events[event] = None if capture is None else Mark(capture, stream, capture.num_recorded[stream])
         self._recorded_ms[event] = self.clock_ms()
 
     def is_done(self, event: Event) -> bool:
@@ -222,10 +241,18 @@ class HostDriver:
     def wait_on_stream_async(self, event: Event, stream: Stream) -> None:
         capture = self._enter("wait_on_stream_async", stream)
         self._check_event(event, "wait_on_stream_async")
-        if (capture is not None) != self._events[event]:
-            # Into a capture: work outside it cannot be waited for. Out of one: this backend captures one stream alone.
+        mark = self._events[event]
+        if mark is None and capture is None:
+            return
+        if mark is None or capture not in (None, mark.capture) or mark.capture not in self._captures.values():
+            # Work outside a capture cannot be waited for in it, nor that of another.
             self._spoil(capture)
             raise DriverError("wait_on_stream_async", *CAPTURE_ISOLATION)
+        if capture is None:
+            self._captures[stream] = mark.capture
+            mark.capture.num_awaited[stream] = -1
+        elif stream == capture.origin != mark.stream:
+            capture.num_awaited[mark.stream] = mark.num_recorded
 
     def synchronize(self, stream: Stream) -> None:
         if self._enter("synchronize", stream, is_unsafe_in_capture=True) is not None:
@@ -356,22 +383,26 @@ class HostDriver:
     def begin_capture(self, stream: Stream) -> None:
         if self._enter("begin_capture", stream) is not None:
             raise DriverError("begin_capture", *ILLEGAL_STATE)
-        self._captures[stream] = Capture(threading.get_ident())
+        self._captures[stream] = Capture(threading.get_ident(), stream)
 
     def end_capture(self, stream: Stream) -> Graph:
         self._enter("end_capture")
-        capture = self._captures.pop(stream, None)
-        if capture is None:
+        capture = self._captures.get(stream)
+        if capture is None or capture.origin != stream:
             raise DriverError("end_capture", *ILLEGAL_STATE)
+        self._forget(capture)
         if not capture.is_valid:
             raise DriverError("end_capture", *CAPTURE_INVALIDATED)
+        if not capture.is_joined:
+            raise DriverError("end_capture", *CAPTURE_UNJOINED)
         graph = Graph(next(self._ids))
         self._graphs[graph] = capture.work
         return graph
 
     def abandon_capture(self, stream: Stream) -> None:
         self._enter("abandon_capture")
-        self._captures.pop(stream, None)
+        if (capture := self._captures.get(stream)) is not None:
+            self._forget(capture)
 
     def launch_graph_async(self, graph: Graph, stream: Stream) -> None:
         capture = self._enter("launch_graph_async", stream)
@@ -404,7 +435,12 @@ class HostDriver:
                     raise DriverError(f"{method} while this thread captures", *CAPTURE_UNSUPPORTED)
         if capture is not None and not capture.is_valid:
             raise DriverError(method, *CAPTURE_INVALIDATED)
+        if capture is not None and stream is not None and method not in ("record", "wait_on_stream_async"):
+            capture.num_recorded[stream] += 1
         return capture
+
+    def _forget(self, capture: Capture) -> None:
+        self._captures = {stream: other for stream, other in self._captures.items() if other is not capture}
 
     def _count(self, method: str, capture: Capture | None) -> None:
         with self._lock:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from server.ops.cuda.buffer import Buffer
-from server.ops.cuda.driver import Driver, DriverError, OutOfDeviceMemory, Stream
+from server.ops.cuda.driver import Driver, DriverError, Graph, OutOfDeviceMemory, Stream
 from tests.ops.driver_kernels import image, scale_image
 from tests.ops.host_driver import HostDriver, allocate_buffer, as_tensor, to_device
 
@@ -474,6 +474,51 @@ def test_events_do_not_cross_the_border_of_a_capture(driver: HostDriver, stream:
         driver.wait(inside)
     driver.record(inside, stream)
     driver.wait(inside)
+
+
+def test_a_stream_that_waits_for_a_capture_is_recorded_with_it_until_it_is_waited_for(
+    driver: HostDriver, stream: Stream
+) -> None:
+    side, forked, joined = driver.create_stream(), driver.create_event(), driver.create_event()
+    address = driver.allocate(8)
+    driver.fill_async(address, 0, 8, stream)
+
+    def record_branches(*, is_joined: bool, is_late: bool = False) -> Graph:
+        driver.begin_capture(stream)
+        driver.record(forked, stream)
+        driver.wait_on_stream_async(forked, side)
+        driver.fill_async(address, 1, 4, side)
+        driver.record(joined, side)
+        if is_late:
+            driver.fill_async(address, 7, 4, side)
+        if is_joined:
+            driver.wait_on_stream_async(joined, stream)
+        driver.fill_async(address + 4, 2, 4, stream)
+        return driver.end_capture(stream)
+
+    graph = record_branches(is_joined=True)
+    values = as_tensor(Buffer(address, (8,), "uint8"))
+    assert values.eq(0).all()
+    driver.launch_graph_async(graph, stream)
+    assert values.tolist() == [1] * 4 + [2] * 4
+    driver.fill_async(address, 3, 4, side)
+    assert values[0] == 3, "the stream is free again"
+    for options in ({"is_joined": False}, {"is_joined": True, "is_late": True}):
+        with pytest.raises(DriverError, match="CAPTURE_UNJOINED"):
+            record_branches(**options)
+        driver.fill_async(address, 4, 4, side)
+        assert values[0] == 4, "a failed capture holds no stream"
+
+
+def test_a_stream_that_joined_a_capture_cannot_end_it(driver: HostDriver, stream: Stream) -> None:
+    side, forked = driver.create_stream(), driver.create_event()
+    driver.begin_capture(stream)
+    driver.record(forked, stream)
+    driver.wait_on_stream_async(forked, side)
+    with pytest.raises(DriverError, match="ILLEGAL_STATE"):
+        driver.end_capture(side)
+    driver.abandon_capture(stream)
+    driver.begin_capture(side)
 
 
 def test_gemms_in_a_capture_must_be_prepared(driver: HostDriver, stream: Stream) -> None:

@@ -9,7 +9,9 @@ import torch
 from msgspec.structs import replace as replace_params
 
 from server.engine.messages import SamplingParams
+from server.ops.cuda import attention
 from server.ops.cuda.buffer import Buffer
+from server.ops.cuda.driver import DriverError
 from server.ops.cuda.operations import CudaOperations
 from server.ops.interface import Activations, BatchLimits, StepGraph, StepShape, StepSize
 from server.runner.graphs import StepGraphs
@@ -147,6 +149,29 @@ def test_a_step_at_every_border_of_its_size(num_tokens: int, num_chunks: int) ->
     assert [token.token_id for token in results[0].tokens] == [token.token_id for token in results[1].tokens]
     assert len(results[0].tokens) == num_chunks
     torch.testing.assert_close(padded.recorded[0], exact.recorded[0], rtol=0, atol=5e-3)
+
+
+def test_chunks_may_be_attended_beside_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a second stream, recorded and not: the same bits, and every stream is joined again, also after an error."""
+    monkeypatch.setattr("server.runner.graphs.MIN_INTERVAL_S", 0.0)
+    plans = [StepPlan(step, RESETS, (chunk(2, 0, 1), chunk(0, 0, 9), chunk(1, 0, 3))) for step in (1, 2, 3)]
+    expected = build()
+    runner = ModelRunner(SMALL.facts, expected, (EOS_ID,))
+    results = [runner.submit(plan).wait() for plan in plans]
+    monkeypatch.setattr(attention, "BRANCHES", True)
+    ops = build()
+    runner = ModelRunner(SMALL.facts, ops, (EOS_ID,))
+    assert runner.submit(plans[0]).wait() == results[0]
+    waits = ops.driver.calls["wait_on_stream_async"]
+    assert waits == 2, "a fork and a join of the one layer"
+    for failing in ("wait_on_stream_async", "launch_async", "end_capture"):
+        ops.driver.fail_at(2 if failing == "launch_async" else 1, method=failing)
+        with pytest.raises(DriverError, match="a call that a test lets fail"):
+            runner.submit(plans[1])
+    assert runner.submit(plans[1]).wait() == results[1]
+    assert runner.submit(plans[2]).wait() == results[2]
+    assert runner.num_graphs == 1
+    assert all(map(torch.equal, ops.recorded, expected.recorded))
 
 
 def test_a_replayed_mixed_step_is_few_calls_and_few_bytes() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from server.models.facts import ModelFacts
 from server.ops.cuda.arena import Arena, BufferSpec
+from server.ops.cuda.branch import Branch
 from server.ops.cuda.buffer import Buffer
 from server.ops.cuda.driver import DeviceFacts
 from server.ops.cuda.kernels import Grid, Kernel, Kernels
@@ -28,6 +29,9 @@ MAX_SPLIT_PROGRAMS = 1024  # bounds the workspace, whatever the device
 # Whether the last split to arrive combines all, which saves a launch a layer, or a kernel of its own does, which has
 # more programs. Not measured yet.
 LAST_SPLIT_COMBINES = False
+# Whether chunks are attended on a second stream, beside the decodes of a mixed step, since neither fills the device. It
+# costs four calls a layer where steps are issued one by one. Not measured yet.
+BRANCHES = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,7 @@ class CudaAttention:
     """One model's attention on one device. `plan` before the first layer of a step, `attend` for each layer.
 
     `arrivals` must be 0 before the first step. last_split_combines: LAST_SPLIT_COMBINES if None.
+    branch: where chunks of several tokens are attended, if not behind the decodes.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class CudaAttention:
         arena: Arena,
         *,
         last_split_combines: bool | None = None,
+        branch: Branch | None = None,
     ) -> None:
         assert limits.block_size.bit_count() == 1, f"blocks of {limits.block_size} tokens"
         self._num_kv_heads, self._group_size = facts.num_kv_heads, facts.group_size
@@ -78,7 +84,8 @@ class CudaAttention:
         self._combine: Kernel = kernels.get(
             "combine_splits", facts.dtype, HEAD_DIM=facts.head_dim, MAX_SPLITS=MAX_SPLITS
         )
-        self._prefill: Kernel = kernels.get(
+        self._branch = branch
+        self._prefill: Kernel = (branch.kernels if branch else kernels).get(
             "attend_prefill", facts.dtype, HEAD_DIM=facts.head_dim, BLOCK_M=PREFILL_BLOCK_M, BLOCK_N=block_n
         )
         self._plan: _Plan
@@ -104,8 +111,13 @@ class CudaAttention:
         qkv [tokens, qkv_rows]: per KV head its query heads, k, v; keys, values [rows, kv_heads, head_dim] of one layer,
         which hold this step's k and v already; out [tokens, heads * head_dim].
         """
-        plan = self._plan
+        plan, branch = self._plan, self._branch
         pool = (qkv, keys, values, inputs.header, inputs.slots, inputs.block_tables)
+        if plan.has_prefills:
+            if branch:
+                branch.fork()
+            chunks = (inputs.query_starts, inputs.context_lens, out)
+            self._prefill(plan.prefill_grid, *pool, *chunks, *self._sizes)
         if plan.has_decodes:
             split = (inputs.context_lens, out, self._partial, self._partial_lse, self.arrivals)
             kernel = self._decode if plan.num_splits == 1 else self._decode_split
@@ -113,9 +125,8 @@ class CudaAttention:
             if plan.num_splits > 1 and not self._last_split_combines:
                 parts = (self._partial, self._partial_lse, inputs.header)
                 self._combine(plan.combine_grid, *parts, out, plan.num_splits)
-        if plan.has_prefills:
-            chunks = (inputs.query_starts, inputs.context_lens, out)
-            self._prefill(plan.prefill_grid, *pool, *chunks, *self._sizes)
+        if plan.has_prefills and branch:
+            branch.join()
 
 
 def attention_bytes(facts: ModelFacts, limits: BatchLimits) -> int:

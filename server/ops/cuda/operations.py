@@ -12,8 +12,10 @@ from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 
 from server.models.facts import ModelFacts
+from server.ops.cuda import attention
 from server.ops.cuda.arena import Arena
 from server.ops.cuda.attention import CudaAttention
+from server.ops.cuda.branch import Branch
 from server.ops.cuda.buffer import Buffer, BufferDType
 from server.ops.cuda.driver import Driver, DriverError, Graph, KernelImage, Stream
 from server.ops.cuda.gemms import Projections
@@ -60,6 +62,7 @@ class CudaOperations:
         self._driver, self._stream = driver, stream
         self._thread_id = threading.get_ident()
         driver.prepare_gemms()
+        images = tuple(images)
         kernels = Kernels(driver, stream, images)
         self._kernels = StepKernels.load(kernels, facts)
         self._gate_columns = facts.intermediate_size // facts.num_mlp_blocks
@@ -87,7 +90,8 @@ class CudaOperations:
             gate=self.gate,
         )
         self._staging = Staging(driver, stream, limits, arena.take(staging_spec(limits)))
-        self._attention = CudaAttention(kernels, facts, limits, driver.facts, arena)
+        branch = Branch(driver, stream, images) if attention.BRANCHES else None
+        self._attention = CudaAttention(kernels, facts, limits, driver.facts, arena, branch=branch)
         arrivals = self._attention.arrivals
         driver.fill_async(arrivals.address, 0, arrivals.num_bytes, stream)
         self._sampler = CudaSampler(driver, stream, kernels, facts, limits, vocab_limit, arena)
