@@ -220,7 +220,8 @@ class TorchOperations:
             use,
         )
         self._slots.record(slots, rows.token_ids, mark_seen=use.penalty)
-        self._sampled = torch.stack((rows.token_ids.int(), rows.logprobs.view(torch.int32), rows.is_finite.int()))
+        columns = (rows.token_ids.int(), rows.logprobs.view(torch.int32), rows.is_finite.int())
+        self._sampled = torch.stack([column[: shape.num_samples] for column in columns])  # without padding
 
     def fetch_tokens(self) -> TorchPendingTokens:
         """Start the copy of what `sample` chose."""
