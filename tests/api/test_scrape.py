@@ -22,6 +22,14 @@ def test_each_answer_is_counted_once_whatever_its_route(service):
     assert service.metric("request_queue_time_seconds_count") == queued + 5
 
 
+def test_each_gap_between_two_tokens_is_counted_streamed_or_not(service):
+    before = service.metric("inter_token_latency_seconds_count")
+    service.post("/generate", {"inputs": "abc", "parameters": {"max_new_tokens": 5}})
+    service.post("/generate_stream", {"inputs": "abc", "parameters": {"max_new_tokens": 5}})
+    service.post("/v1/completions", {"prompt": ["ab", "cd"], "max_tokens": 3})
+    assert service.metric("inter_token_latency_seconds_count") == before + 4 + 4 + 2 + 2
+
+
 def test_generated_tokens_are_the_engines(service):
     before = service.metric("generation_tokens_total")
     service.post("/generate", {"inputs": "abc", "parameters": {"max_new_tokens": 5}})
