@@ -10,6 +10,8 @@ import server
 from server.bench.load import LoadRun
 from server.bench.load_figures import Figures, Spread
 from server.bench.load_probes import Probes
+from server.bench.load_requests import Shape
+from server.bench.load_targets import NUM_TOKENS, Comparison, compare
 from server.bench.report import format_table, machine_of, now_text
 from server.bench.server_memory import Extent
 
@@ -34,7 +36,8 @@ class Line(msgspec.Struct, frozen=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True):
-    """Everything, as it is written to the JSON file. `conditions`: what was sent, and to whom."""
+    """Everything, as it is written to the JSON file. `conditions`: what was sent, and to whom. `targets`: none are held
+    against other machines."""
 
     version: str
     date: str
@@ -42,18 +45,42 @@ class LoadReport(msgspec.Struct, frozen=True):
     command: str
     conditions: dict[str, Any]
     summary: list[Line]
+    targets: list[Comparison]
     failure: str
     runs: list[LoadRun]
 
 
 def make_load_report(
-    runs: Sequence[LoadRun], failure: str, command: str, device: str, conditions: dict[str, Any]
+    runs: Sequence[LoadRun],
+    failure: str,
+    command: str,
+    device: str,
+    conditions: dict[str, Any],
+    targets: Sequence[Comparison] = (),
 ) -> LoadReport:
     """Summed up, with the machine that it was measured on."""
-    lines = list(_summarise(runs))
     return LoadReport(
-        server.__version__, now_text(), machine_of(device), command, conditions, lines, failure, list(runs)
+        version=server.__version__,
+        date=now_text(),
+        machine=machine_of(device),
+        command=command,
+        conditions=conditions,
+        summary=list(_summarise(runs)),
+        targets=list(targets),
+        failure=failure,
+        runs=list(runs),
     )
+
+
+def compare_with_targets(runs: Sequence[LoadRun], shape: Shape) -> list[Comparison]:
+    """The medians of all runs beside what they should be on the machine that the targets are for."""
+    medians = {
+        (own[0].users, own[0].rate, own[0].is_stream): figures
+        for own in _by_load(runs)
+        if (figures := _median_figures([run.all for run in own if run.all is not None])) is not None
+    }
+    is_usual_shape = shape == Shape(NUM_TOKENS, NUM_TOKENS) and not any(run.disturbance for run in runs)
+    return list(compare(medians, runs, is_usual_shape))
 
 
 def _summarise(runs: Sequence[LoadRun]) -> Iterable[Line]:
@@ -106,6 +133,9 @@ def format_load_report(report: LoadReport) -> str:
         "milliseconds; medians of the runs' figures",
     ]
     parts = ["\n".join(head), format_table(_HEADER, map(_cells, report.summary))]
+    if report.targets:
+        header = ("load", "answers", "measure", "median", "target", "vLLM 0.25.1", "")
+        parts.append(format_table(header, map(_target_cells, report.targets)))
     parts += ["\n".join(notes) for own in _by_load(report.runs) if (notes := list(_notes(own)))]
     if report.failure:
         parts.append(f"not all could be measured: {report.failure}")
@@ -129,10 +159,20 @@ def _cells(line: Line) -> tuple[str, ...]:
     )
 
 
+def _target_cells(one: Comparison) -> tuple[str, ...]:
+    numbers = [_number(one.value), _number(one.target), "" if one.peer is None else _number(one.peer)]
+    kind, verdict = "streamed" if one.is_stream else "whole", "met" if one.met else "MISSED"
+    return (one.load, kind, one.measure, *numbers, verdict)
+
+
+def _number(value: float) -> str:
+    return f"{value:.1f}" if value >= 100 else f"{value:.2f}"
+
+
 def _spread_cells(spread: Spread | None) -> Sequence[str]:
     if spread is None:
         return ("-",) * 4
-    return [f"{value:.1f}" if value >= 100 else f"{value:.2f}" for value in msgspec.structs.astuple(spread)]
+    return [_number(value) for value in msgspec.structs.astuple(spread)]
 
 
 def _notes(runs: Sequence[LoadRun]) -> Iterable[str]:

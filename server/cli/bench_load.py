@@ -15,7 +15,7 @@ import msgspec
 
 from server.bench.http import Address, ask
 from server.bench.load import Load, LoadPlan, LoadRun, measure_load
-from server.bench.load_report import format_load_report, make_load_report
+from server.bench.load_report import compare_with_targets, format_load_report, make_load_report
 from server.bench.load_requests import (
     DEFAULT_TOKEN_IDS,
     Shape,
@@ -23,6 +23,7 @@ from server.bench.load_requests import (
     parse_numbers,
     parse_token_ids,
 )
+from server.bench.load_targets import targets_hold
 from server.bench.server_process import BenchFailed, ServerCommand, ServerProcess
 from server.cli.bench import EXIT_FAILED, our_command, write_report
 from server.errors import StartupError
@@ -69,6 +70,7 @@ class _Target:
     address: Address
     model: str
     device: str
+    backend: str
     what: str
     session: int | None
 
@@ -93,7 +95,8 @@ def bench_load(arguments: LoadArguments) -> None:
                 print(_progress(run), flush=True)
         except BenchFailed as error:
             failure = str(error)
-        report = make_load_report(runs, failure, _own_command(), target.device, _conditions(plan, target))
+        targets = compare_with_targets(runs, shape) if targets_hold(target.device, target.backend) else []
+        report = make_load_report(runs, failure, _own_command(), target.device, _conditions(plan, target), targets)
     print("\n" + format_load_report(report))
     if arguments.json_file is not None:
         unwritten = write_report(arguments.json_file, msgspec.json.format(msgspec.json.encode(report), indent=1))
@@ -175,8 +178,15 @@ def _describe(address: Address, what: str, session: int | None) -> _Target:
     except (KeyError, IndexError, TypeError):
         model = ""
     known = startup if isinstance(startup, dict) else {}
-    backend = known.get("backend")
-    return _Target(address, model, str(known.get("device", "")), f"{what}, {backend}" if backend else what, session)
+    backend = str(known.get("backend", ""))
+    return _Target(
+        address=address,
+        model=model,
+        device=str(known.get("device", "")),
+        backend=backend,
+        what=f"{what}, {backend}" if backend else what,
+        session=session,
+    )
 
 
 def _get(address: Address, path: str) -> Any:
