@@ -3,6 +3,7 @@
 import importlib
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 
 from server.errors import StartupError
 from server.kernels.manifest import kernel_files
@@ -86,6 +87,7 @@ def _parameters(spec: KernelSpec, dtype: str | None) -> tuple[Parameter, ...]:
     )
 
 
+@cache
 def _specs_by_module() -> dict[str, tuple[KernelSpec, ...]]:
     return {
         path.stem: getattr(importlib.import_module(f"server.kernels.{path.stem}"), "SPECS", ())

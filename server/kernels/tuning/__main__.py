@@ -218,8 +218,8 @@ def _measure(
 def _tiles(tuning: Tuning, case: GemmCase, m: int, arch: str) -> Iterable[Contender]:
     for candidate, recipe in recipes_of(case, m, arch):
         image = tuning.candidates.image(recipe)
-        partial_bytes = 4 * candidate.num_splits * m * case.shape.n  # as much as they take if there are any
-        if image is not None and (candidate.num_splits == 1 or partial_bytes <= GEMM_WORKSPACE.num_bytes):
+        partial_bytes = 4 * candidate.num_splits * m * case.shape.n if "split" in candidate.kernel else 0
+        if image is not None and partial_bytes <= GEMM_WORKSPACE.num_bytes:
             yield Contender("triton", _range(m, candidate), Tile(image, candidate.num_splits))
 
 
