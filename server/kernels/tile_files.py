@@ -80,6 +80,7 @@ class TileFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     format: int
     device: str
+    driver: str
     gemm_version: int
     triton: str
     date: str

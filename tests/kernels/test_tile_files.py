@@ -26,6 +26,7 @@ RANGES = (
 TILES = TileFile(
     format=1,
     device='An "H200"',
+    driver="580.95.05",
     gemm_version=130101,
     triton="3.6.0",
     date="2026-12-01",

@@ -22,7 +22,7 @@ from server.kernels.tile_files import TileFile, read_tiles, write_tiles
 from server.kernels.tuning import __main__ as tuning_command
 from server.kernels.tuning import compiled as compiled_module
 from server.kernels.tuning import rig as rig_module
-from server.kernels.tuning.__main__ import Tuning, main, tune
+from server.kernels.tuning.__main__ import Tuning, driver_version, main, tune
 from server.kernels.tuning.cases import cases_of
 from server.kernels.tuning.compiled import CandidateFolder
 from server.ops.cuda import nvidia
@@ -66,6 +66,7 @@ def test_every_projection_is_measured_and_written(tuning: Tuning, driver: Clocke
     tune(tuning, driver, path)
     tiles = written(path)
     assert (tiles.device, tiles.gemm_version) == ("host memory", GEMM_VERSION)
+    assert (tiles.driver, tiles.triton) == (driver_version(), "3.6.0")
     assert len(tiles.gemm) == 5
     for gemm in tiles.gemm:
         assert [range_.max_rows for range_ in gemm.range] == [1, 2]
@@ -126,6 +127,20 @@ def test_what_is_there_is_kept_unless_it_is_of_another_library(
     assert "cuBLAS 1, Triton 3.6.0: it is made anew" in capsys.readouterr().err
     assert written(path).gemm_version == GEMM_VERSION
     assert [range_.max_rows for gemm in written(path).gemm for range_ in gemm.range] == [1]
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\nGCC 12.2", "580.95.05"),
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86\n", "570.86"),
+        ("nothing of the kind", "unknown"),
+    ],
+)
+def test_the_driver_is_named(tmp_path: Path, text: str, version: str) -> None:
+    (tmp_path / "version").write_text(text)
+    assert driver_version(tmp_path / "version") == version
+    assert driver_version(tmp_path / "missing") == "unknown"
 
 
 def test_a_run_that_is_ended_leaves_what_it_has_measured(tuning: Tuning, driver: ClockedDriver, tmp_path: Path) -> None:

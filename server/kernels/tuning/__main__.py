@@ -7,6 +7,7 @@ on the one with the GPU. What the file has already is kept, so that a run that w
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -179,6 +180,7 @@ def _begin_file(out: Path, driver: Driver, is_fresh: bool) -> TileFile:
     now = TileFile(
         format=FORMAT,
         device=driver.facts.name,
+        driver=driver_version(),
         gemm_version=driver.gemm_version(),
         triton=version("triton"),
         date=datetime.now(UTC).date().isoformat(),
@@ -191,6 +193,15 @@ def _begin_file(out: Path, driver: Driver, is_fresh: bool) -> TileFile:
         say(f"{out} is of {before.device}, cuBLAS {before.gemm_version}, Triton {before.triton}: it is made anew")
         return now
     return msgspec.structs.replace(now, gemm=before.gemm)
+
+
+def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """Of NVIDIA's kernel module; for whoever reads the file."""
+    try:
+        found = re.search(r"\d+\.\d+(\.\d+)?", path.read_text())
+    except OSError:
+        found = None
+    return found.group() if found else "unknown"
 
 
 def _measure(
