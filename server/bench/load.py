@@ -287,7 +287,7 @@ def _run_of(load: Load, repeat: int, measured: _Measured, memory: Memory | None)
     client = ClientShare(
         cpu_share=measured.cpu_share,
         events_per_s=num_events / whole.seconds if whole else 0.0,
-        max_late_ms=max(record.late_s for record in records) * 1e3,
+        max_late_ms=max((record.late_s for record in records), default=0.0) * 1e3,
     )
     return LoadRun(
         load=load.name,
