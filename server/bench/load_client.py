@@ -218,6 +218,9 @@ class LoadClient:
     async def connect(self, num_connections: int) -> None:
         """Have so many connections ready, so that the first requests pay for none. One that fails is not: a request
         will try again and say so."""
+        for connection in self._idle:
+            if not connection.is_usable:
+                connection.close()
         self._idle = [connection for connection in self._idle if connection.is_usable]
         missing = num_connections - len(self._idle)
         opened = await asyncio.gather(*(self._open() for _ in range(missing)), return_exceptions=True)
