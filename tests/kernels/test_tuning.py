@@ -59,7 +59,9 @@ def written(path: Path) -> TileFile:
     return tiles
 
 
-def test_every_projection_is_measured_and_written(tuning: Tuning, driver: ClockedDriver, tmp_path: Path) -> None:
+def test_every_projection_is_measured_and_written(
+    tuning: Tuning, driver: ClockedDriver, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     driver.kernel_ms = lambda image: {"linear": 0.25, "gated_linear": 0.25}.get(image.name, 2.0)
     driver.gemm_ms = lambda algorithm: 1.0 if algorithm is None else 2.0 - 0.5 * min(algorithm.data[0], 3)
     path = tmp_path / "tiles" / "sm_80.toml"
@@ -82,6 +84,10 @@ def test_every_projection_is_measured_and_written(tuning: Tuning, driver: Clocke
     assert (down.kernel, down.algorithm) == (None, (bytes([3]) * 64).hex()), "split and norm take four milliseconds"
     assert down.us == {"cublas": 3000.0, "cublas_lt": 2500.0, "triton": 4000.0}
     assert driver.num_used_bytes == 0, "all memory is given back"
+    # Two layers of qkv, two projections with a norm, and the gated one; the head.
+    said = capsys.readouterr().err
+    assert "a step of     2 rows: cuBLAS  21.000 ms, as chosen  11.500 ms" in said
+    assert said.count("a step of") == 2
 
 
 def test_a_kernel_with_wrong_results_is_not_chosen(

@@ -173,6 +173,8 @@ def tune(
             tiles = with_range(tiles, case, range_)
             write_tiles(out, tiles)
             say(_line(case, range_, host_us))
+    for line in summary(tiles, cases_of(tuning.facts)):
+        say(line)
 
 
 def _begin_file(out: Path, driver: Driver, is_fresh: bool) -> TileFile:
@@ -266,6 +268,22 @@ def _key(case: GemmCase) -> GemmKey:
     shape = case.shape
     assert shape.dtype in ("bfloat16", "float16"), shape
     return shape.operation, shape.dtype, shape.n, shape.k, shape.has_bias
+
+
+def summary(tiles: TileFile, cases: Sequence[GemmCase]) -> Iterator[str]:
+    """What the projections of a whole step take, at each number of rows at which all of them were measured."""
+    for m in SIZES:
+        measured = [(case.num_weights, _known(tiles, case, m)) for case in cases if m in case.sizes]
+        found = [(count, range_.us, _chosen_us(range_)) for count, range_ in measured if range_ is not None]
+        if len(found) == len(measured):
+            library = sum(count * us["cublas"] for count, us, _ in found) / 1e3
+            chosen = sum(count * us for count, _, us in found) / 1e3
+            yield f"a step of {m:5} rows: cuBLAS {library:7.3f} ms, as chosen {chosen:7.3f} ms"
+
+
+def _chosen_us(range_: TileRange) -> float:
+    kind = "triton" if range_.kernel else "cublas_lt" if range_.algorithm else "cublas"
+    return range_.us[kind]
 
 
 def _line(case: GemmCase, range_: TileRange, host_us: dict[Kind, float]) -> str:
