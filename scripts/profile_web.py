@@ -6,6 +6,7 @@ which they were sent, so that the client sees how long a token took to arrive (n
 """
 
 import argparse
+import asyncio
 import cProfile
 import http.client
 import json
@@ -124,6 +125,25 @@ def run_engine(listener: socket.socket, board: Board, step_s: float) -> None:
 # the web worker
 
 
+class _Server(uvicorn.Server):
+    """Notes every 2 ms how long the loop's thread works until it serves a timer that is due.
+
+    In the thread's own time, so that it says what an event would wait for on a machine that nobody shares.
+    """
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.waits_s: list[float] = []
+        self._begin = 0.0
+        self._sample()
+
+    def _sample(self) -> None:
+        if self._begin:
+            self.waits_s.append(time.thread_time() - self._begin)
+        self._begin = time.thread_time()
+        asyncio.get_running_loop().call_later(0.002, self._sample)
+
+
 def run_worker(folder: Path, board: Board, http_socket: socket.socket, num_profile_lines: int) -> None:
     """One uvicorn as in production, until SIGTERM; then its profile, if one is wanted."""
     write_tiny_tokenizer(folder / "model", 320)
@@ -134,10 +154,11 @@ def run_worker(folder: Path, board: Board, http_socket: socket.socket, num_profi
     checkpoint = Checkpoint(folder / "model", FACTS, {}, {})
     app = create_app(settings, resolved, checkpoint, board, str(folder / "engine.sock"))
     resume_collector()
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, **WebWorker.CONFIG_KWARGS))
+    server = _Server(uvicorn.Config(app, log_config=None, **WebWorker.CONFIG_KWARGS))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # uvicorn handles it, and raises it again at its end
     if not num_profile_lines:
         server.run(sockets=[http_socket])
+        print(f"the event loop was busy before it served an event, of its own time: {percentiles(server.waits_s)}")
         return
     with cProfile.Profile() as profile:
         server.run(sockets=[http_socket])

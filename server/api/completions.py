@@ -151,7 +151,7 @@ async def _encode_item(serving: Serving, body: CompletionBody, item: object, kin
 async def _encode_text(serving: Serving, body: CompletionBody, text: str, param: str) -> list[int]:
     limit = serving.max_model_len
     try:
-        return await encode_prompt(serving, text, param, limit)
+        return await encode_prompt(serving, text, param, max_tokens=limit)
     except TooManyTokens as error:
         raise _prompt_too_long(error.num_tokens, body.max_tokens, limit) from None
 

@@ -158,10 +158,10 @@ async def _admit(serving: Serving, body: GenerateBody, with_logprobs: bool, full
 
 async def _encode(serving: Serving, text: str, parameters: GenerateParameters) -> list[int]:
     if parameters.truncate is not None:
-        return (await encode_prompt(serving, text, "inputs", None))[-parameters.truncate :]
+        return await encode_prompt(serving, text, "inputs", keep_last=parameters.truncate)
     limit = serving.max_model_len
     try:
-        return await encode_prompt(serving, text, "inputs", limit)
+        return await encode_prompt(serving, text, "inputs", max_tokens=limit)
     except TooManyTokens as error:
         raise _prompt_too_long(error.num_tokens, parameters.max_new_tokens, limit) from None
 

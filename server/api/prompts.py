@@ -11,12 +11,15 @@ from server.api.serving import Serving
 from server.errors import InvalidRequest
 
 
-async def encode_prompt(serving: Serving, text: str, param: str, max_tokens: int | None) -> list[int]:
+async def encode_prompt(
+    serving: Serving, text: str, param: str, max_tokens: int | None = None, keep_last: int | None = None
+) -> list[int]:
     """Token ids of a text, never none, all of which the model has. Raises InvalidRequest blaming `param`.
 
-    Raises TooManyTokens beyond `max_tokens`: how that is refused is each family's own matter.
+    With `keep_last` only so many from its end. Raises TooManyTokens beyond `max_tokens`: how that is refused is each
+    family's own matter.
     """
-    token_ids = await serving.tokenizer.encode_async(text, max_tokens=max_tokens)
+    token_ids = await serving.tokenizer.encode_async(text, max_tokens=max_tokens, keep_last=keep_last)
     if not token_ids:
         raise InvalidRequest("an empty prompt cannot be continued", param)
     vocab_size = serving.facts.vocab_size

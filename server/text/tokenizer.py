@@ -83,22 +83,34 @@ class Tokenizer:
             raise StartupError(f"{path} has no tokens")
         return cls(backend, read_text_config(folder), read_eos_token_ids(folder, backend.token_to_id))
 
-    def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        max_tokens: int | None = None,
+        keep_last: int | None = None,
+    ) -> list[int]:
         """A prompt's ids. Names of special tokens in it become their ids, as in TGI and vLLM.
 
         `add_special_tokens`: with the start token that the checkpoint asks for. Empty if there is none and no text.
-        Releases the interpreter lock. Raises InvalidRequest for a lone surrogate, TooManyTokens beyond `max_tokens`.
+        `keep_last`: no more than so many, from the end. Releases the interpreter lock. Raises InvalidRequest for a lone
+        surrogate, TooManyTokens beyond `max_tokens`.
         """
-        return self._encode(self._backend, text, add_special_tokens, max_tokens)
+        token_ids = self._encode(self._backend, text, add_special_tokens, max_tokens)
+        return token_ids if keep_last is None else token_ids[-keep_last:]
 
     async def encode_async(
-        self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        max_tokens: int | None = None,
+        keep_last: int | None = None,
     ) -> list[int]:
         """The same for the event loop: beyond INLINE_MAX_CHARS in a thread."""
+        arguments = (text, add_special_tokens, max_tokens, keep_last)
         if len(text) <= INLINE_MAX_CHARS:
-            return self.encode(text, add_special_tokens, max_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads_for(text), self.encode, text, add_special_tokens, max_tokens)
+            return self.encode(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._threads_for(text), self.encode, *arguments)
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of text in which nothing is special: "<|im_end|>" is six characters and more, never a control token."""

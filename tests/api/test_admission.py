@@ -111,7 +111,7 @@ def test_fault_of_ours_is_a_500_without_its_text(start_service, monkeypatch, cap
     service = start_service()
     monkeypatch.setattr("server.api.native.check_token_ids", lambda *_: 1 / 0)
     for path, shape in (("/detokenize", str), ("/v1/completions", dict)):
-        monkeypatch.setattr("server.api.completions.encode_prompt", lambda *_: 1 / 0)
+        monkeypatch.setattr("server.api.completions.encode_prompt", lambda *_, **__: 1 / 0)
         response = service.post(path, {"ids": [1], "prompt": "a"})
         assert response.status_code == 500
         assert isinstance(response.json()["error"], shape)

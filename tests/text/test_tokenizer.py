@@ -117,6 +117,13 @@ def test_more_tokens_than_wanted_are_counted_and_not_listed(tiny: Tokenizer, num
     assert caught.value.num_tokens == num_tokens
 
 
+@pytest.mark.parametrize("keep_last", [1, 3, 10**6])
+def test_only_the_last_ids_are_kept_if_so_wished(tiny: Tokenizer, keep_last: int) -> None:
+    for text in ("the sea", "the sea " * INLINE_MAX_CHARS):
+        kept = asyncio.run(tiny.encode_async(text, keep_last=keep_last))
+        assert kept == tiny.encode(text)[-keep_last:]
+
+
 def test_event_loop_runs_while_a_long_text_is_encoded(qwen2: Tokenizer) -> None:
     """The library's plain encode() keeps the interpreter lock for its whole time."""
 
