@@ -37,9 +37,13 @@ def _tile_sums(
     rows by weight_rows, more_rows by weight_rows, rows by more_weight_rows, more_rows by more_weight_rows.
     Instead of rows beyond the last, the last one is computed again: that needs no masks in the loop.
     """
+    IS_ONE_ROW: tl.constexpr = rows.shape[0] == 1
+    tl.static_assert(not (IS_ONE_ROW and HAS_MORE_N), "one row is summed with a single tile of weights")
     columns = tl.arange(0, BLOCK_K)
     weight_tile = _pointers(weight, weight_rows, columns, k)
-    x_tile = _pointers(x, tl.minimum(rows, m - 1), columns, k)
+    # Beside each row of weights its own copy of the one row of x: no thread needs what another one has read.
+    x_rows = rows + weight_rows * 0 if IS_ONE_ROW else rows
+    x_tile = _pointers(x, tl.minimum(x_rows, m - 1), columns, k)
     sums = _no_sums(rows.shape[0], weight_rows.shape[0], BLOCK_K, WEIGHTS_FIRST)
     if HAS_MORE_M:
         more_x_tile = _pointers(x, tl.minimum(more_rows, m - 1), columns, k)
@@ -55,15 +59,15 @@ def _tile_sums(
         in_row = (begin + columns < k)[None, :]
         weights = _load(weight_tile + begin, in_row, MASKS_K)
         values = _load(x_tile + begin, in_row, MASKS_K)
-        sums = _add_products(sums, values, weights, WEIGHTS_FIRST)
+        sums = _add_products(sums, values, weights, IS_ONE_ROW, WEIGHTS_FIRST)
         if HAS_MORE_M:
             more_values = _load(more_x_tile + begin, in_row, MASKS_K)
-            sums_m = _add_products(sums_m, more_values, weights, WEIGHTS_FIRST)
+            sums_m = _add_products(sums_m, more_values, weights, False, WEIGHTS_FIRST)
         if HAS_MORE_N:
             more_weights = _load(more_weight_tile + begin, in_row, MASKS_K)
-            sums_n = _add_products(sums_n, values, more_weights, WEIGHTS_FIRST)
+            sums_n = _add_products(sums_n, values, more_weights, False, WEIGHTS_FIRST)
             if HAS_MORE_M:
-                sums_mn = _add_products(sums_mn, more_values, more_weights, WEIGHTS_FIRST)
+                sums_mn = _add_products(sums_mn, more_values, more_weights, False, WEIGHTS_FIRST)
     sums = _by_row(sums, rows.shape[0], WEIGHTS_FIRST)
     sums_m = _by_row(sums_m, more_rows.shape[0], WEIGHTS_FIRST) if HAS_MORE_M else 0.0
     sums_n = _by_row(sums_n, rows.shape[0], WEIGHTS_FIRST) if HAS_MORE_N else 0.0
@@ -88,8 +92,8 @@ def _no_sums(NUM_ROWS: tl.constexpr, NUM_WEIGHTS: tl.constexpr, BLOCK_K: tl.cons
 
 
 @triton.jit
-def _add_products(sums, values, weights, WEIGHTS_FIRST: tl.constexpr):
-    if values.shape[0] == 1:
+def _add_products(sums, values, weights, IS_ONE_ROW: tl.constexpr, WEIGHTS_FIRST: tl.constexpr):
+    if IS_ONE_ROW:
         sums += weights.to(tl.float32) * values.to(tl.float32)
     elif WEIGHTS_FIRST:
         sums = tl.dot(weights, tl.trans(values), sums)
