@@ -22,8 +22,9 @@ from server.launch.service import Service
 from server.models.vocabulary import Vocabulary, read_vocabulary
 from server.ops.interface import BatchLimits, Operations
 from server.runner.model_runner import ModelRunner
+from server.scheduler.budget import SchedulerLimits
 from server.scheduler.plan import StepResult
-from server.scheduler.scheduler import Scheduler, SchedulerLimits
+from server.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ def build_engine(service: Service) -> EngineLoop:
     board.begin_stage(Role.MODEL, "first token")
     decode_s = generate(runner, ops.limits, limits, prompt_tokens, _GREEDY)
     if service.resolved.device == "cpu":  # a GPU's steps are far below any watchdog
-        board.longest_step_s = decode_s * limits.max_batched_tokens
+        board.longest_step_s = decode_s * ops.limits.max_batched_tokens
     board.begin_stage(Role.MODEL, "engine")
     tables = BlockTables(ops.limits.num_blocks, ops.limits.block_size, service.settings.kv.prefix_cache)
     scheduler = Scheduler(tables, limits, vocabulary.eos_token_ids)

@@ -6,7 +6,7 @@ Arithmetic only. Does not know devices.
 from server.kv.sizing import count_blocks, resolve_max_model_len
 from server.launch.service import Service
 from server.ops.interface import BatchLimits
-from server.scheduler.scheduler import SchedulerLimits
+from server.scheduler.budget import SchedulerLimits
 
 
 def batch_limits(service: Service, pool_bytes: int) -> BatchLimits:
@@ -25,7 +25,7 @@ def largest_batch_limits(service: Service) -> BatchLimits:
 
 def _limits(service: Service, num_blocks: int, max_model_len: int) -> BatchLimits:
     return BatchLimits(
-        max_batched_tokens=service.resolved.max_batched_tokens,
+        max_batched_tokens=max(service.resolved.max_batched_tokens, service.resolved.max_prefill_tokens),
         max_num_requests=service.settings.engine.max_num_requests,
         max_model_len=max_model_len,
         num_blocks=num_blocks,
@@ -36,11 +36,14 @@ def _limits(service: Service, num_blocks: int, max_model_len: int) -> BatchLimit
 
 def scheduler_limits(service: Service, limits: BatchLimits) -> SchedulerLimits:
     """Of the scheduler in front of such steps."""
-    engine = service.settings.engine
+    engine, resolved = service.settings.engine, service.resolved
     return SchedulerLimits(
         max_model_len=limits.max_model_len,
         max_num_requests=limits.max_num_requests,
-        max_batched_tokens=limits.max_batched_tokens,
+        max_batched_tokens=resolved.max_batched_tokens,
         max_waiting_requests=engine.max_waiting_requests,
         max_waiting_tokens=engine.max_waiting_tokens,
+        max_prefill_tokens=resolved.max_prefill_tokens,
+        usual_batched_tokens=resolved.usual_batched_tokens,
+        max_steps_behind=engine.max_steps_behind,
     )

@@ -8,8 +8,9 @@ Knows token ids and positions. Does not know steps, slots or sampling. One Block
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from server.kv.block_pool import BlockPool
 from server.kv.prefix_index import ROOT_DIGEST, PrefixIndex, chain_digest
@@ -70,6 +71,17 @@ class BlockTables:
         table.block_ids = (*hits, *block_ids)
         table.num_offered = len(hits)
         return len(hits) * self.block_size
+
+    def look_up(self, table: BlockTable, token_ids: Sequence[int], coming: Set[bytes]) -> tuple[int, int]:
+        """Leading tokens that are in the pool, and tokens after them whose blocks have digests in `coming`."""
+        num_found = len(self._find(table, token_ids))
+        num_full = (len(token_ids) - 1) // self.block_size
+        num_coming = len(list(takewhile(coming.__contains__, table.digests[num_found:num_full])))
+        return num_found * self.block_size, num_coming * self.block_size
+
+    def not_offered(self, table: BlockTable, num_written: int) -> list[bytes]:
+        """Digests of the full blocks among the first `num_written` positions that `offer` will make known."""
+        return table.digests[table.num_offered : num_written // self.block_size]
 
     def _find(self, table: BlockTable, token_ids: Sequence[int]) -> list[int]:
         if not self._prefix_cache:

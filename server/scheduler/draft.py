@@ -1,4 +1,4 @@
-"""A StepPlan in the making: the token budget and the chunks that were granted from it so far.
+"""A StepPlan in the making: what is left of its token budget, and the chunks that were granted from it so far.
 
 Knows how a request's missing tokens become a chunk. Does not decide who gets one.
 """
@@ -18,6 +18,7 @@ class PlanDraft:
     chunks: list[TokenChunk] = field(default_factory=list)
     sampling: list[Request] = field(default_factory=list)  # of the chunks that sample, in their order
     prefilled: list[Request] = field(default_factory=list)
+    coming: set[bytes] = field(default_factory=set)  # digests of the full blocks of prompts that this plan writes
 
     def reset_slot(self, request: Request) -> None:
         """Give the request's slot its state before the step runs."""

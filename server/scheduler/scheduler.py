@@ -1,8 +1,9 @@
 """Who computes what in the next step. Pure Python: knows token counts, blocks and slots, no tensors, sockets or clocks.
 
 There is no prefill mode and no decode mode: a step closes part of every gap between known and computed tokens,
-decodes first, then prompts in chunks, by rank (priority, then arrival). When KV runs out, the running request of the
-last rank gives its blocks back and is computed again later.
+decodes first, then prompts in chunks, by rank (priority, then arrival). How many tokens of prompts go along with how
+many decodes is TokenBudget's choice. When KV runs out, the running request of the last rank gives its blocks back and
+is computed again later.
 
 The caller may plan step N+1 before it has read step N: a token then is in flight, planned with but not known.
 
@@ -16,10 +17,10 @@ import heapq
 from bisect import insort
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from server.engine.messages import FinishReason, Submit, TokenOutput
 from server.kv.block_tables import BlockTables
+from server.scheduler.budget import SchedulerLimits, TokenBudget
 from server.scheduler.draft import PlanDraft
 from server.scheduler.plan import SampledToken, StepPlan, StepResult
 from server.scheduler.request import Request, Status
@@ -28,23 +29,13 @@ from server.scheduler.waiting import WaitingQueue, by_rank
 _NAN = float("nan")
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """max_model_len: prompt and output tokens of one request. max_batched_tokens: tokens computed per step."""
-
-    max_model_len: int
-    max_num_requests: int
-    max_batched_tokens: int
-    max_waiting_requests: int
-    max_waiting_tokens: int
-
-
 class Scheduler:
     """schedule() and update() alternate; add() and abort() may come at any time between them."""
 
     def __init__(self, tables: BlockTables, limits: SchedulerLimits, eos_token_ids: Collection[int]) -> None:
         self._tables = tables
         self._limits = limits
+        self._budget = TokenBudget(limits)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._requests: dict[int, Request] = {}  # all that have not finished
         self._waiting = WaitingQueue(limits.max_waiting_requests, limits.max_waiting_tokens)
@@ -127,6 +118,8 @@ class Scheduler:
         """Plan the next step; None if no request can go on before a result is read."""
         draft = PlanDraft(self._limits.max_batched_tokens)
         prefilling = self._plan_decodes(draft)
+        num_behind = sum([request.num_missing for request in prefilling]) + self._waiting.num_tokens
+        draft.num_left = self._budget.for_prefills(len(draft.chunks), num_behind)
         self._plan_prefills(draft, prefilling)
         if not draft.chunks:
             return None
@@ -175,7 +168,7 @@ class Scheduler:
             self._admit(draft, before=request)
             if not draft.num_left:
                 return
-            draft.add_prefill(request)
+            self._add_prefill(draft, request)
         self._admit(draft, before=None)
 
     def _admit(self, draft: PlanDraft, before: Request | None) -> None:
@@ -185,10 +178,21 @@ class Scheduler:
             if request is None or (before is not None and before.rank < request.rank):
                 return
             # A preempted request's tokens in flight are part of what it must compute again: wait for their ids.
-            if request.num_in_flight or not self._try_start(request):
+            if request.num_in_flight or self._should_wait(draft, request) or not self._try_start(request):
                 return
             draft.reset_slot(request)
-            draft.add_prefill(request)
+            self._add_prefill(draft, request)
+
+    def _add_prefill(self, draft: PlanDraft, request: Request) -> None:
+        draft.add_prefill(request)
+        draft.coming.update(self._tables.not_offered(request.table, request.num_computed))
+
+    def _should_wait(self, draft: PlanDraft, request: Request) -> bool:
+        """Whether this very plan computes at least half of what the request lacks: the next one finds it there."""
+        if not draft.coming:
+            return False
+        num_found, num_coming = self._tables.look_up(request.table, request.token_ids, draft.coming)
+        return num_coming > 0 and 2 * num_coming >= len(request.token_ids) - num_found
 
     def _try_start(self, request: Request) -> bool:
         # A spare block for each running request: without it the newcomer would soon be preempted for their growth.

@@ -24,6 +24,7 @@ Device = Literal["cpu", "cuda"]
 
 T = TypeVar("T")
 _CPU_POOL_MIB = 256
+_GPU_PREFILL_TOKENS = 2048
 _INSTALL_CUDA = "install the extra cuda (in a clone: scripts/environment cuda build torch)"
 _INSTALL_TORCH = "install the extra torch (in a clone: scripts/environment torch)"
 logger = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ class ResolvedConfig:
     served_name: str
     max_model_len: int
     max_batched_tokens: int
+    usual_batched_tokens: int
+    max_prefill_tokens: int
     kv_pool_bytes: int | None
     stop_timeouts: StopTimeouts
 
@@ -67,6 +70,7 @@ def resolve(
     `kernels_folder`: where the compiled kernels are; None: where scripts/build-kernels puts them.
     """
     device = _resolve_device(settings, machine)
+    batched_tokens = _resolve_batched_tokens(settings)
     backend = _resolve_backend(settings, facts, machine, device, kernels_folder or built_folder())
     return ResolvedConfig(
         backend=backend,
@@ -74,7 +78,9 @@ def resolve(
         num_threads=_resolve_threads(settings, machine, device),
         served_name=settings.model.served_name or name_from_path(settings.model.path),
         max_model_len=_resolve_max_model_len(settings, facts),
-        max_batched_tokens=_resolve_batched_tokens(settings),
+        max_batched_tokens=batched_tokens,
+        usual_batched_tokens=_resolve_usual_tokens(settings, batched_tokens),
+        max_prefill_tokens=_resolve_prefill_tokens(settings, device, batched_tokens),
         kv_pool_bytes=_resolve_kv_pool(settings, machine, device),
         stop_timeouts=stop_timeouts(settings.server),
     )
@@ -214,6 +220,25 @@ def _resolve_batched_tokens(settings: Settings) -> int:
     return _log_choice(
         "engine.max_batched_tokens", num_requests, "each of engine.max_num_requests requests decodes a token per step"
     )
+
+
+def _resolve_usual_tokens(settings: Settings, max_batched_tokens: int) -> int:
+    wish = settings.engine.usual_batched_tokens
+    if wish > max_batched_tokens:
+        raise StartupError(
+            f"engine.usual_batched_tokens is {wish}, but engine.max_batched_tokens is {max_batched_tokens}: "
+            "lower the one or raise the other"
+        )
+    return wish or _log_choice("engine.usual_batched_tokens", max_batched_tokens, "engine.max_batched_tokens")
+
+
+def _resolve_prefill_tokens(settings: Settings, device: Device, max_batched_tokens: int) -> int:
+    if wish := settings.engine.max_prefill_tokens:
+        return wish
+    if device == "cpu":
+        return _log_choice("engine.max_prefill_tokens", max_batched_tokens, "a CPU gains nothing from longer steps")
+    choice = max(_GPU_PREFILL_TOKENS, max_batched_tokens)
+    return _log_choice("engine.max_prefill_tokens", choice, "long steps suit a GPU, and no stream waits for them")
 
 
 def _resolve_kv_pool(settings: Settings, machine: Machine, device: Device) -> int | None:

@@ -49,6 +49,9 @@ class EngineSettings(_Section, frozen=True):
     max_model_len: Annotated[int, Meta(ge=0)]
     max_num_requests: Annotated[int, Meta(ge=1, le=1024)]
     max_batched_tokens: Annotated[int, Meta(ge=1, le=1 << 20)]
+    usual_batched_tokens: Annotated[int, Meta(ge=0, le=1 << 20)]
+    max_steps_behind: Annotated[int, Meta(ge=0)]
+    max_prefill_tokens: Annotated[int, Meta(ge=0, le=1 << 20)]
     max_waiting_requests: Annotated[int, Meta(ge=0)]
     max_waiting_tokens: Annotated[int, Meta(ge=0)]
     max_boot_attempts: PositiveInt
@@ -69,9 +72,10 @@ class KVSettings(_Section, frozen=True):
 
 
 class DebugSettings(_Section, frozen=True):
-    """[debug]: for finding a fault, at a price that no service should pay."""
+    """[debug]: for finding a fault, at a price that no service should pay, and for what is still to be measured."""
 
     sync_launches: bool
+    early_launch: bool
 
 
 class Settings(_Section, frozen=True):

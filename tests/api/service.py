@@ -21,8 +21,9 @@ from server.engine.peers import Peers
 from server.kv.block_tables import BlockTables
 from server.launch.board import Board, ModelState, StopMode
 from server.models.facts import ModelFacts
+from server.scheduler.budget import SchedulerLimits
 from server.scheduler.plan import SampledToken, StepPlan, StepResult, TokenChunk
-from server.scheduler.scheduler import Scheduler, SchedulerLimits
+from server.scheduler.scheduler import Scheduler
 from server.settings.load import load_settings
 from server.settings.machine import Machine
 from server.settings.resolve import resolve

@@ -8,8 +8,9 @@ from server.engine.core import EngineLoop
 from server.engine.peers import Peers
 from server.kv.block_tables import BlockTables
 from server.launch.board import Board, ModelState
+from server.scheduler.budget import SchedulerLimits
 from server.scheduler.plan import StepPlan, StepResult
-from server.scheduler.scheduler import Scheduler, SchedulerLimits
+from server.scheduler.scheduler import Scheduler
 from tests.scheduler.simulator import EOS_ID, SimulatedRunner
 
 LIMITS = SchedulerLimits(

@@ -17,8 +17,9 @@ from server.models.rope import inverse_frequencies
 from server.ops.interface import BatchLimits
 from server.ops.torch.operations import TorchOperations
 from server.runner.model_runner import ModelRunner
+from server.scheduler.budget import SchedulerLimits
 from server.scheduler.plan import StepPlan, StepResult
-from server.scheduler.scheduler import Scheduler, SchedulerLimits
+from server.scheduler.scheduler import Scheduler
 from server.weights.layout import weight_layout
 from tests.tiny_models import Family, tiny_tensors, write_tiny_model
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from server.engine.messages import FinishReason, SamplingParams, Submit, TokenOutput
 from server.kv.block_tables import BlockTables
+from server.scheduler.budget import SchedulerLimits
 from server.scheduler.plan import SampledToken, SlotReset, StepPlan, StepResult, TokenChunk
-from server.scheduler.scheduler import Scheduler, SchedulerLimits
+from server.scheduler.scheduler import Scheduler
 
 VOCAB_SIZE = 32
 EOS_ID = 0
@@ -92,7 +93,7 @@ class SimulatedRunner:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Check the plan, run it, return what it sampled."""
-        assert 0 < plan.num_tokens <= self._limits.max_batched_tokens
+        self._check_length(plan)
         assert len({chunk.request_id for chunk in plan.chunks}) == len(plan.chunks)
         assert len({chunk.slot for chunk in plan.chunks}) == len(plan.chunks)
         prefills = itertools.dropwhile(lambda chunk: chunk.num_tokens == 1, plan.chunks)
@@ -105,6 +106,15 @@ class SimulatedRunner:
         for chunk in plan.chunks:
             self._write(chunk)
         return StepResult(plan.step, tuple(self._sample(chunk) for chunk in plan.chunks if chunk.samples))
+
+    def _check_length(self, plan: StepPlan) -> None:
+        is_new = {reset.slot for reset in plan.resets}
+        decodes = [
+            chunk for chunk in plan.chunks if chunk.samples and chunk.num_tokens == 1 and chunk.slot not in is_new
+        ]
+        limits = self._limits
+        most = limits.max_batched_tokens if decodes else max(limits.max_batched_tokens, limits.max_prefill_tokens)
+        assert 0 < plan.num_tokens <= most, f"a step of {plan.num_tokens} tokens with {len(decodes)} decodes"
 
     def _reset(self, reset: SlotReset) -> None:
         assert 0 <= reset.slot < self._limits.max_num_requests

@@ -1,15 +1,16 @@
 import gc
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
 from msgspec.structs import replace
 
 from server.engine.messages import SamplingParams, Submit, TokenOutput
+from server.scheduler.budget import SchedulerLimits
 from server.scheduler.plan import SampledToken, StepPlan, StepResult, TokenChunk
 from server.scheduler.request import PRIORITY_HEAD_START
-from server.scheduler.scheduler import SchedulerLimits
 from tests.scheduler.simulator import (
     BROKEN_ID,
     EOS_ID,
@@ -29,9 +30,10 @@ def make_engine(
     max_waiting_tokens: int = 10_000,
     depth: int = 1,
     prefix_cache: bool = True,
+    **budget: int,
 ) -> SimulatedEngine:
     limits = SchedulerLimits(
-        max_model_len, max_num_requests, max_batched_tokens, max_waiting_requests, max_waiting_tokens
+        max_model_len, max_num_requests, max_batched_tokens, max_waiting_requests, max_waiting_tokens, **budget
     )
     return SimulatedEngine(limits, num_blocks, 4, depth, prefix_cache)
 
@@ -102,6 +104,31 @@ def test_decodes_come_before_prompts_and_both_share_the_budget() -> None:
     ]
 
 
+def test_a_step_without_decodes_has_a_budget_of_its_own(depth: int) -> None:
+    engine = make_engine(max_batched_tokens=8, max_prefill_tokens=32, depth=depth)
+    engine.add(make_submit(1, num_prompt_tokens=40, max_tokens=3))
+    engine.add(make_submit(2, num_prompt_tokens=40, max_tokens=3, first_id=3))
+    engine.run()
+    sizes = [[chunk.num_tokens for chunk in plan.chunks] for plan in engine.plans]
+    assert sizes[:4] == [[32], [8, 24], [1, 7], [1, 7]]
+
+
+def test_steps_grow_only_while_prompts_are_far_behind() -> None:
+    """Of the usual size of 12, one request decoding leaves 11: 33 tokens are three steps, 34 are too many."""
+    engine = make_engine(max_batched_tokens=30, usual_batched_tokens=12, max_steps_behind=3)
+    engine.add(make_submit(1, num_prompt_tokens=4, max_tokens=40))
+    engine.turn()
+    engine.add(make_submit(2, num_prompt_tokens=33, max_tokens=10, first_id=3))
+    engine.turn()
+    assert [chunk.num_tokens for chunk in engine.plans[-1].chunks] == [1, 11]
+    engine.add(make_submit(3, num_prompt_tokens=12, max_tokens=10, first_id=4))
+    engine.turn()
+    assert [chunk.num_tokens for chunk in engine.plans[-1].chunks] == [1, 22, 7]
+    engine.turn()
+    assert [chunk.num_tokens for chunk in engine.plans[-1].chunks] == [1, 1, 5]
+    engine.run()
+
+
 def test_the_token_in_flight_is_read_on_the_device_only_while_the_host_does_not_know_it() -> None:
     late, prompt = make_engine(depth=1), make_engine(depth=0)
     for engine in (late, prompt):
@@ -122,7 +149,7 @@ def test_nothing_is_planned_beyond_the_last_token_that_max_tokens_allows(depth: 
 def test_no_more_requests_run_than_there_are_slots() -> None:
     engine = make_engine(max_num_requests=2)
     for request_id in range(5):
-        engine.add(make_submit(request_id))
+        engine.add(make_submit(request_id, first_id=request_id))
     engine.turn()
     assert (engine.scheduler.num_running, engine.scheduler.num_waiting) == (2, 3)
     engine.run()
@@ -463,14 +490,46 @@ def test_the_answer_is_part_of_the_next_prompt_of_a_dialogue(depth: int) -> None
     assert engine.outputs[2][0].num_cached_tokens == 16  # of 17 positions that were computed
 
 
-def test_a_prompt_is_shared_from_the_plan_after_the_one_that_computes_it() -> None:
-    engine = make_engine()
+def test_a_prompt_is_shared_from_the_plan_after_the_one_that_computes_it(depth: int) -> None:
+    engine = make_engine(depth=depth)
     for request_id in (1, 2):
         engine.add(make_submit(request_id, num_prompt_tokens=12))
     engine.turn()
     engine.add(make_submit(3, num_prompt_tokens=12))
     engine.run()
-    assert [engine.outputs[request_id][0].num_cached_tokens for request_id in (1, 2, 3)] == [0, 0, 8]
+    assert [engine.outputs[request_id][0].num_cached_tokens for request_id in (1, 2, 3)] == [0, 8, 8]
+    assert [len(plan.resets) for plan in engine.plans[:3]] == [1, 2, 0]
+
+
+@pytest.mark.parametrize("max_prefill_tokens", [64, 256, 4096])
+def test_requests_that_share_a_long_prompt_compute_it_once_also_when_they_come_together(
+    max_prefill_tokens: int, depth: int
+) -> None:
+    limits = SchedulerLimits(4096, 16, 64, 100, 1 << 20, max_prefill_tokens)
+    engine = SimulatedEngine(limits, 1001, 16, depth)
+    shared = [2 + i * i % 29 for i in range(2000)]
+    for request_id in range(8):
+        prompt = [*shared, *range(2, 12 + request_id)]
+        engine.add(Submit(request_id, prompt, len(prompt), SamplingParams(max_tokens=3, ignore_eos=True)))
+    engine.run()
+    computed = Counter[int]()
+    for plan in engine.plans:
+        for chunk in plan.chunks:
+            computed[chunk.request_id] += chunk.num_tokens
+    assert computed[0] >= 2000
+    assert all(computed[request_id] <= 16 + 17 + 3 for request_id in range(1, 8))
+    assert engine.scheduler.prefix_hit_tokens == 7 * 2000
+
+
+def test_a_short_common_beginning_is_worth_no_wait() -> None:
+    engine = make_engine()
+    for request_id in (1, 2):
+        prompt = [2, 3, 4, 5, *range(5 + request_id, 12 + request_id)]
+        engine.add(Submit(request_id, prompt, len(prompt), SamplingParams(max_tokens=1)))
+    plan = engine.turn()
+    assert plan is not None
+    assert [chunk.num_tokens for chunk in plan.chunks] == [11, 11]
+    engine.run()
 
 
 def test_without_the_prefix_cache_nothing_is_shared() -> None:

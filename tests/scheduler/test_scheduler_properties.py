@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from server.engine.messages import SamplingParams, Submit
-from server.scheduler.scheduler import SchedulerLimits
+from server.scheduler.budget import SchedulerLimits
 from tests.scheduler.simulator import STOP_ID, VOCAB_SIZE, SimulatedEngine, expected_outputs
 
 # Prompts are cut from a few texts, so that prefixes are often shared; some end in ids of their own, a few
@@ -43,6 +43,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_spare_blocks=st.integers(1, 12),
         max_num_requests=st.integers(1, 8),
         max_batched_tokens=st.integers(1, 40),
+        max_prefill_tokens=st.integers(0, 90),
+        usual_share=st.sampled_from([0, 0.3, 1]),
+        max_steps_behind=st.integers(0, 3),
         prefix_cache=st.booleans(),
     )
     def start(
@@ -52,9 +55,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_spare_blocks: int,
         max_num_requests: int,
         max_batched_tokens: int,
+        max_prefill_tokens: int,
+        usual_share: float,
+        max_steps_behind: int,
         prefix_cache: bool,
     ) -> None:
-        limits = SchedulerLimits(48, max_num_requests, max_batched_tokens, 1000, 1 << 20)
+        usual = int(usual_share * max_batched_tokens)
+        limits = SchedulerLimits(
+            48, max_num_requests, max_batched_tokens, 1000, 1 << 20, max_prefill_tokens, usual, max_steps_behind
+        )
         num_blocks = 48 // block_size + num_spare_blocks
         self.engine = SimulatedEngine(limits, num_blocks, block_size, depth, prefix_cache)
         self.num_requests = 0

@@ -131,6 +131,11 @@ def test_a_fault_is_searched_for_by_a_setting():
     assert load_settings("demo", {"MODEL_SERVER_DEBUG__SYNC_LAUNCHES": "true"}).debug.sync_launches
 
 
+def test_nothing_begins_early_unless_asked_to():
+    assert not load_settings("demo", {}).debug.early_launch
+    assert load_settings("demo", {"MODEL_SERVER_DEBUG__EARLY_LAUNCH": "true"}).debug.early_launch
+
+
 def test_wishes_are_followed():
     config = resolved(
         GPU_BOX,
@@ -155,6 +160,21 @@ def test_step_has_room_for_a_token_of_every_request():
 @pytest.mark.parametrize(
     ("machine", "overrides", "expected"),
     [
+        (LAPTOP, {}, (256, 256)),
+        (GPU_BOX, {}, (256, 2048)),
+        (GPU_BOX, {"engine__max_batched_tokens": 3000}, (3000, 3000)),
+        (GPU_BOX, {"engine__usual_batched_tokens": 192}, (192, 2048)),
+        (LAPTOP, {"engine__max_prefill_tokens": 100}, (256, 100)),
+    ],
+)
+def test_steps_of_prompts_alone_are_longer_on_a_gpu(machine, overrides, expected):
+    config = resolved(machine, **overrides)
+    assert (config.usual_batched_tokens, config.max_prefill_tokens) == expected
+
+
+@pytest.mark.parametrize(
+    ("machine", "overrides", "expected"),
+    [
         (GPU_BOX, {"engine__backend": "cuda"}, 'engine.backend is "cuda", but the weights are float32'),
         (LAPTOP, {"engine__backend": "cuda"}, "the device is the CPU"),
         (dataclasses.replace(GPU_BOX, has_cuda_bindings=False), {}, "package cuda-bindings, which is not installed"),
@@ -165,6 +185,7 @@ def test_step_has_room_for_a_token_of_every_request():
         (dataclasses.replace(LAPTOP, has_torch=False), {}, "PyTorch, which is not installed"),
         (LAPTOP, {"engine__max_model_len": 513}, "engine.max_model_len is 513"),
         (LAPTOP, {"server__lame_duck_s": 30}, "server.lame_duck_s is 30"),
+        (LAPTOP, {"engine__usual_batched_tokens": 257}, "engine.max_batched_tokens is 256"),
     ],
 )
 def test_wish_that_cannot_be_met_is_refused(machine, overrides, expected):
