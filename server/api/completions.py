@@ -8,13 +8,12 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
 
 import msgspec
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from server.api.bodies import body_of, openapi_body
+from server.api.bodies import openapi_body, read_body
 from server.api.completions_schema import (
     Choice,
     Completion,
@@ -26,7 +25,7 @@ from server.api.completions_schema import (
 from server.api.errors import ModelNotFound, end_in_error_event
 from server.api.generation import GenerationCall, GenerationRequest, Times, TokenEvent, hold_while_loading
 from server.api.prompts import check_token_ids, encode_prompt, random_seed, resolve_top_k
-from server.api.serving import Serving, ServingDep
+from server.api.serving import Serving, serving_of
 from server.api.sse import DONE_EVENT, EventStream, encode_event, unless_disconnected
 from server.engine.messages import SamplingParams
 from server.errors import InvalidRequest
@@ -61,12 +60,9 @@ class _Call:
 
 
 @router.post("/completions", openapi_extra=openapi_body(CompletionBody))
-async def complete(
-    body: Annotated[CompletionBody, Depends(body_of(CompletionBody))],
-    serving: ServingDep,
-    request: Request,
-) -> Response:
+async def complete(request: Request) -> Response:
     """Continue one or more prompts."""
+    serving, body = serving_of(request), await read_body(CompletionBody, request)
     await hold_while_loading(serving, request)
     call = await _admit(serving, body)
     if body.stream:

@@ -8,11 +8,11 @@ from math import ceil
 from typing import Literal
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from server.api.errors import MAX_RETRY_AFTER_S
-from server.api.serving import Serving, ServingDep
+from server.api.serving import Serving, serving_of
 from server.engine.client import RECOVERY_LIMIT_S
 from server.launch.board import Board, LoaderState, ModelState, StopMode
 
@@ -60,14 +60,16 @@ def read_health(board: Board, model: str, stalled_after_s: float, now: float) ->
     )
 
 
-async def ready(serving: ServingDep) -> Response:
+async def ready(request: Request) -> Response:
     """200 if requests are served now."""
+    serving = serving_of(request)
     health = _health_of(serving)
     return _response(health, health.status in ("ready", "recovering"))
 
 
-async def live(serving: ServingDep) -> Response:
+async def live(request: Request) -> Response:
     """200 while the processes make progress, also during loading."""
+    serving = serving_of(request)
     health = _health_of(serving)
     return _response(health, health.status not in ("stalled", "failed"))
 

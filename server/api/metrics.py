@@ -2,17 +2,18 @@
 
 import asyncio
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from server.api.serving import ServingDep
+from server.api.serving import serving_of
 from server.telemetry.metrics import CONTENT_TYPE
 
 router = APIRouter()
 
 
 @router.get("/metrics")
-async def metrics(serving: ServingDep) -> Response:
+async def metrics(request: Request) -> Response:
     """All series of the service."""
+    serving = serving_of(request)
     text = await asyncio.to_thread(serving.metrics.render, serving.board)
     return Response(text, headers={"content-type": CONTENT_TYPE})

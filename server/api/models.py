@@ -8,20 +8,22 @@ from starlette.responses import Response
 
 from server.api.completions_schema import Model, ModelList
 from server.api.errors import ModelNotFound
-from server.api.serving import Serving, ServingDep
+from server.api.serving import Serving, serving_of
 
 router = APIRouter(prefix="/v1")
 
 
 @router.get("/models")
-async def list_models(serving: ServingDep) -> Response:
+async def list_models(request: Request) -> Response:
     """What can be named in `model`."""
+    serving = serving_of(request)
     return _json(ModelList("list", [_model(serving)]))
 
 
 @router.get("/models/{name:path}")
-async def get_model(request: Request, serving: ServingDep) -> Response:
+async def get_model(request: Request) -> Response:
     """One model, if it is the served one."""
+    serving = serving_of(request)
     # NOTE: a declared path parameter makes FastAPI import pydantic.v1, 40 ms of every start.
     if request.path_params["name"] not in serving.model_names:
         raise ModelNotFound(f"this server serves {serving.resolved.served_name}", "model", "model_not_found")

@@ -4,14 +4,13 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Annotated
 
 import msgspec
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 import server
-from server.api.bodies import body_of, openapi_body
+from server.api.bodies import openapi_body, read_body
 from server.api.errors import end_in_error_event
 from server.api.generation import (
     Finish,
@@ -37,7 +36,7 @@ from server.api.native_schema import (
     TokenizeBody,
 )
 from server.api.prompts import check_token_ids, encode_prompt, random_seed, resolve_top_k
-from server.api.serving import Serving, ServingDep
+from server.api.serving import Serving, serving_of
 from server.api.sse import EventStream, encode_event, unless_disconnected
 from server.engine.messages import SamplingParams
 from server.errors import InvalidRequest
@@ -66,29 +65,26 @@ class _Call:
 
 
 @router.post("/generate", openapi_extra=openapi_body(GenerateBody))
-async def generate(
-    body: Annotated[GenerateBody, Depends(body_of(GenerateBody))], serving: ServingDep, request: Request
-) -> Response:
+async def generate(request: Request) -> Response:
     """Generate text and answer when it is complete."""
+    serving, body = serving_of(request), await read_body(GenerateBody, request)
     await hold_while_loading(serving, request)
     call = await _admit(serving, body, with_logprobs=_wants_details(body), full_text_default=False)
     return await _whole_answer(serving, call, request, as_list=False)
 
 
 @router.post("/generate_stream", openapi_extra=openapi_body(GenerateBody))
-async def generate_stream(
-    body: Annotated[GenerateBody, Depends(body_of(GenerateBody))], serving: ServingDep, request: Request
-) -> Response:
+async def generate_stream(request: Request) -> Response:
     """Generate text and send an event for each token."""
+    serving, body = serving_of(request), await read_body(GenerateBody, request)
     await hold_while_loading(serving, request)
     return _streamed_answer(serving, await _admit_stream(serving, body, full_text_default=False), request)
 
 
 @router.post("/", openapi_extra=openapi_body(CompatGenerateBody))
-async def generate_compat(
-    body: Annotated[CompatGenerateBody, Depends(body_of(CompatGenerateBody))], serving: ServingDep, request: Request
-) -> Response:
+async def generate_compat(request: Request) -> Response:
     """Either of the two, chosen by `stream`: what huggingface_hub's InferenceClient calls."""
+    serving, body = serving_of(request), await read_body(CompatGenerateBody, request)
     await hold_while_loading(serving, request)
     if body.stream:
         return _streamed_answer(serving, await _admit_stream(serving, body, full_text_default=True), request)
@@ -97,8 +93,9 @@ async def generate_compat(
 
 
 @router.get("/info")
-async def info(serving: ServingDep) -> Response:
+async def info(request: Request) -> Response:
     """What is served, and its limits."""
+    serving = serving_of(request)
     engine = serving.settings.engine
     return _json(
         Info(
@@ -118,8 +115,9 @@ async def info(serving: ServingDep) -> Response:
 
 
 @router.post("/tokenize", openapi_extra=openapi_body(TokenizeBody))
-async def tokenize(body: Annotated[TokenizeBody, Depends(body_of(TokenizeBody))], serving: ServingDep) -> Response:
+async def tokenize(request: Request) -> Response:
     """Token ids of a text, and which characters each covers."""
+    serving, body = serving_of(request), await read_body(TokenizeBody, request)
     spans = await serving.tokenizer.encode_with_offsets_async(body.inputs)
     parts = []
     for start in range(0, len(spans), _SPANS_A_TURN):
@@ -129,10 +127,9 @@ async def tokenize(body: Annotated[TokenizeBody, Depends(body_of(TokenizeBody))]
 
 
 @router.post("/detokenize", openapi_extra=openapi_body(DetokenizeBody))
-async def detokenize(
-    body: Annotated[DetokenizeBody, Depends(body_of(DetokenizeBody))], serving: ServingDep
-) -> Response:
+async def detokenize(request: Request) -> Response:
     """The text of token ids."""
+    serving, body = serving_of(request), await read_body(DetokenizeBody, request)
     if body.ids:
         check_token_ids(serving, body.ids, "ids")
     text = await asyncio.to_thread(serving.tokenizer.decode, body.ids, skip_special_tokens=False)

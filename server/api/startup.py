@@ -1,10 +1,10 @@
 """GET /startup: how the service came up, from the board alone, also while it is still coming up."""
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from server.api.serving import ServingDep
+from server.api.serving import serving_of
 from server.telemetry.timeline import read_startup
 from server.telemetry.waterfall import draw_waterfall
 
@@ -13,14 +13,16 @@ router = APIRouter()
 _HEADERS = {"Cache-Control": "no-store"}
 
 
-async def startup(serving: ServingDep) -> Response:
+async def startup(request: Request) -> Response:
     """Stages, critical path, checklist and restarts as JSON."""
+    serving = serving_of(request)
     view = read_startup(serving.board, serving.resolved.backend)
     return Response(msgspec.json.encode(view), headers=_HEADERS, media_type="application/json")
 
 
-async def picture(serving: ServingDep) -> Response:
+async def picture(request: Request) -> Response:
     """The same as a waterfall."""
+    serving = serving_of(request)
     view = read_startup(serving.board, serving.resolved.backend)
     return Response(draw_waterfall(view), headers=_HEADERS, media_type="image/svg+xml")
 
