@@ -49,7 +49,7 @@ def build_operations(service: Service, vocabulary: Vocabulary) -> tuple[Operatio
     board.begin_stage(Role.MODEL, "wait for memory")
     _wait_for_memory(service)
     board.begin_stage(Role.MODEL, "context")
-    driver = NvidiaDriver.open(sync_launches=settings.debug.sync_launches)
+    driver = NvidiaDriver.open(sync_launches=settings.debug.sync_launches, early_launch=settings.debug.early_launch)
     board.device_name = driver.facts.name.encode()[:63]
     board.begin_stage(Role.MODEL, "libraries")
     driver.prepare_gemms()

@@ -292,10 +292,10 @@ def compile_job(folder: Path, job: Job) -> ManifestImage:
     from server.kernels.compiler import compile_recipe
 
     kernel = compile_recipe(job.recipe, job.arch)
-    return _save(folder, job, kernel.data, kernel.shared_bytes)
+    return _save(folder, job, kernel.data, kernel.shared_bytes, waits=kernel.waits)
 
 
-def _save(folder: Path, job: Job, data: bytes, shared_bytes: int) -> ManifestImage:
+def _save(folder: Path, job: Job, data: bytes, shared_bytes: int, *, waits: bool = False) -> ManifestImage:
     recipe = job.recipe
     _write_aside(folder / job.file, data)
     return ManifestImage(
@@ -313,6 +313,7 @@ def _save(folder: Path, job: Job, data: bytes, shared_bytes: int) -> ManifestIma
         sha256=_sha256(data),
         key=job.key,
         is_tile=job.is_tile,
+        waits=waits,
     )
 
 

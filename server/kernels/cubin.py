@@ -15,6 +15,16 @@ _FORMAT_SIZED = 4  # EIFMT_SVAL: a size and that many bytes; every other format 
 _KPARAM_INFO = 0x17  # EIATTR_KPARAM_INFO
 _KPARAM = struct.Struct("<IHHI")  # index, ordinal, offset, flags with the size above bit 18
 _PTX_ENTRY = re.compile(r"\.visible\s+\.entry\s+(\w+)\s*\(([^)]*)\)")
+_PTX_BODY = re.compile(r"^\{(.*)^\}", re.DOTALL | re.MULTILINE)
+_PTX_WAIT = "griddepcontrol.wait"
+# What changes the order of execution, or touches memory other than parameters, on the lines before a wait.
+_PTX_BRANCH = re.compile(r"@|(bra|brx|call|ret|exit|trap)\b")
+_PTX_MEMORY = re.compile(
+    r"(ldu?|st|atom|red|cp|prefetchu?|ldmatrix|stmatrix|tensormap|mbarrier|fence|membar|multimem|griddepcontrol|tex"
+    r"|suld|sust|discard|applypriority)\."
+)
+_PTX_LABEL = re.compile(r"^\s*[$\w]+:")
+_PTX_PARAMETER = re.compile(r"ld\.param\.")
 _PTX_TYPE_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
 
 
@@ -50,6 +60,31 @@ def read_ptx(text: str) -> CompiledEntry:
         layout.append((start, size))
         end = start + size
     return CompiledEntry(name, tuple(layout))
+
+
+def waits_first(text: str) -> bool:
+    """Whether PTX with one kernel waits for the kernels before it (griddepcontrol.wait) in every thread.
+
+    Raises ValueError if it does so in a branch, or after an access to memory or the start of the kernels behind.
+    """
+    body = _PTX_BODY.search(text)
+    if body is None or _PTX_WAIT not in body[1]:
+        return False
+    for line in body[1].splitlines():
+        for statement in _statements(line):
+            if statement.startswith(_PTX_WAIT):
+                return True
+            if _PTX_BRANCH.match(statement):
+                raise ValueError(f"its wait for the kernels before it comes after a branch: {statement}")
+            if _PTX_MEMORY.match(statement) and not _PTX_PARAMETER.match(statement):
+                raise ValueError(f"its wait for the kernels before it comes too late: {statement}")
+    raise ValueError("its wait for the kernels before it stands in a comment alone")
+
+
+def _statements(line: str) -> list[str]:
+    """Of a line of PTX; braces open scopes of registers. A label alone changes nothing: nobody has branched yet."""
+    parts = _PTX_LABEL.sub("", line.partition("//")[0]).replace("{", ";").replace("}", ";").split(";")
+    return [part.strip() for part in parts if part.strip()]
 
 
 def _sections(data: bytes) -> dict[str, bytes]:

@@ -3,12 +3,15 @@
 import triton
 import triton.language as tl
 
+from server.kernels.early_launch import launch_dependents, wait_for_predecessor
 from server.kernels.spec import KernelSpec, Variant
 
 
 @triton.jit
-def embed(token_ids, token_slots, last_tokens, table, out, hidden, BLOCK: tl.constexpr):
+def embed(token_ids, token_slots, last_tokens, table, out, hidden, BLOCK: tl.constexpr, EARLY: tl.constexpr = False):
     """out [tokens, hidden] = table rows. grid (tokens, 1, 1); a slot below 0 means that the id is in token_ids."""
+    wait_for_predecessor(EARLY)
+    launch_dependents(EARLY)
     token = tl.program_id(0)
     slot = tl.load(token_slots + token)
     on_host = slot < 0

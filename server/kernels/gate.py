@@ -3,16 +3,19 @@
 import triton
 import triton.language as tl
 
+from server.kernels.early_launch import launch_dependents, wait_for_predecessor
 from server.kernels.spec import KernelSpec, Variant
 
 
 @triton.jit
-def gate(gate_up, out, intermediate, block, BLOCK: tl.constexpr):
+def gate(gate_up, out, intermediate, block, BLOCK: tl.constexpr, EARLY: tl.constexpr = False):
     """out [tokens, intermediate]. grid (tokens, any number, 1): the programs of a token take turns at its tiles.
 
     A row of gate_up: per `block` columns of `out`, that many of gate, then that many of up. A token has
     intermediate / block * ceil(block / BLOCK) tiles.
     """
+    wait_for_predecessor(EARLY)
+    launch_dependents(EARLY)
     token = tl.program_id(0).to(tl.int64)
     tiles_per_block = tl.cdiv(block, BLOCK)
     for tile in range(tl.program_id(1), intermediate // block * tiles_per_block, tl.num_programs(1)):

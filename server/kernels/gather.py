@@ -3,12 +3,15 @@
 import triton
 import triton.language as tl
 
+from server.kernels.early_launch import launch_dependents, wait_for_predecessor
 from server.kernels.spec import KernelSpec, Variant
 
 
 @triton.jit
-def gather_rows(x, rows, out, width, BLOCK: tl.constexpr):
+def gather_rows(x, rows, out, width, BLOCK: tl.constexpr, EARLY: tl.constexpr = False):
     """out [samples, width]: row s is x[rows[s]]. grid (samples, 1, 1)."""
+    wait_for_predecessor(EARLY)
+    launch_dependents(EARLY)
     sample = tl.program_id(0)
     source = x + tl.load(rows + sample).to(tl.int64) * width
     dest = out + sample.to(tl.int64) * width

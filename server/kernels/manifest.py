@@ -39,7 +39,7 @@ class ManifestParameter(msgspec.Struct, frozen=True):
 class ManifestImage(msgspec.Struct, frozen=True):
     """One compiled variant. `file` is relative to the folder; `key` is the hash of all that went into it.
 
-    `is_tile`: it is there for a table of GEMMs alone.
+    `is_tile`: it is there for a table of GEMMs alone. `waits`: as in KernelImage.
     """
 
     name: str
@@ -56,6 +56,7 @@ class ManifestImage(msgspec.Struct, frozen=True):
     sha256: str
     key: str
     is_tile: bool = False
+    waits: bool = False
 
 
 class ManifestChoice(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -182,6 +183,7 @@ class Manifest:
             image.num_warps,
             image.shared_bytes,
             path,
+            image.waits,
         )
 
 

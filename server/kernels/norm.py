@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from server.kernels.early_launch import launch_dependents, wait_for_predecessor
 from server.kernels.partials import sum_partials
 from server.kernels.spec import KernelSpec, Variant
 
@@ -24,8 +25,10 @@ def _scale_row(x, weight, out, squares, first, hidden, eps, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def rms_norm(x, weight, out, hidden, eps, BLOCK: tl.constexpr):
+def rms_norm(x, weight, out, hidden, eps, BLOCK: tl.constexpr, EARLY: tl.constexpr = False):
     """out [tokens, hidden] = x / sqrt(mean(x^2) + eps) * weight. grid (tokens, 1, 1)."""
+    wait_for_predecessor(EARLY)
+    launch_dependents(EARLY)
     row = tl.program_id(0).to(tl.int64) * hidden
     columns = tl.arange(0, BLOCK)
     first = tl.load(x + row + columns, mask=columns < hidden, other=0.0)
@@ -38,8 +41,10 @@ def rms_norm(x, weight, out, hidden, eps, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def add_rms_norm(residual, delta, weight, out, hidden, eps, BLOCK: tl.constexpr):
+def add_rms_norm(residual, delta, weight, out, hidden, eps, BLOCK: tl.constexpr, EARLY: tl.constexpr = False):
     """residual [tokens, hidden] += delta, then out = rms_norm(residual). grid (tokens, 1, 1)."""
+    wait_for_predecessor(EARLY)
+    launch_dependents(EARLY)
     row = tl.program_id(0).to(tl.int64) * hidden
     columns = tl.arange(0, BLOCK)
     in_row = columns < hidden
@@ -59,11 +64,24 @@ def add_rms_norm(residual, delta, weight, out, hidden, eps, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def add_rms_norm_partials(residual, partials, weight, out, num_tokens, hidden, num_splits, eps, BLOCK: tl.constexpr):
+def add_rms_norm_partials(
+    residual,
+    partials,
+    weight,
+    out,
+    num_tokens,
+    hidden,
+    num_splits,
+    eps,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr = False,
+):
     """residual [tokens, hidden] += the sum of partials [num_splits, tokens, hidden], then out = rms_norm(residual).
 
     grid (tokens, 1, 1). The sum is not rounded to the dtype of `out` before it is added.
     """
+    wait_for_predecessor(EARLY)
+    launch_dependents(EARLY)
     row = tl.program_id(0).to(tl.int64) * hidden
     stride = num_tokens.to(tl.int64) * hidden
     columns = tl.arange(0, BLOCK)

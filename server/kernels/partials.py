@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from server.kernels.early_launch import launch_dependents, wait_for_predecessor
 from server.kernels.spec import KernelSpec, Variant
 
 
@@ -17,8 +18,12 @@ def sum_partials(partials, stride, num_splits, columns, mask):
 
 
 @triton.jit
-def reduce_partials(partials, bias, out, m, n, num_splits, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr):
+def reduce_partials(
+    partials, bias, out, m, n, num_splits, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr = False
+):
     """out [m, n] = the sum of partials [num_splits, m, n] + bias [n], rounded once. grid (m, ceil(n / BLOCK), 1)."""
+    wait_for_predecessor(EARLY)
+    launch_dependents(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     in_row = columns < n

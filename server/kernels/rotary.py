@@ -6,6 +6,7 @@ Pairs element i with i + HEAD_DIM / 2, as Llama does. Everything is in fp32 and 
 import triton
 import triton.language as tl
 
+from server.kernels.early_launch import launch_dependents, wait_for_predecessor
 from server.kernels.spec import KernelSpec, Variant
 
 HEADS_PER_TILE = 16  # a group's query heads and its k: one tile for every group of up to 15
@@ -40,12 +41,15 @@ def rotate_and_store(
     HEAD_DIM: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HEADS: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
     """q and k of qkv are normed and rotated in place; k and v go to row kv_rows[t]. grid (tokens, num_kv_heads, 1).
 
     A row of qkv: per KV head its `group_size` query heads, k and v, each HEAD_DIM. keys, values: the layer's pool
     [rows, num_kv_heads, HEAD_DIM]. Without norm q_norm and k_norm [HEAD_DIM] are not read.
     """
+    wait_for_predecessor(EARLY)
+    launch_dependents(EARLY)
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0)
     kv_head = tl.program_id(1)

@@ -7,6 +7,7 @@ sample_finish. mark_tokens flags token ids of a slot. A row's parameters are in 
 import triton
 import triton.language as tl
 
+from server.kernels.early_launch import launch_dependents, wait_for_predecessor
 from server.kernels.spec import KernelSpec, Variant
 
 # Words of a slot's record; ops/cuda/sampler packs it.
@@ -135,8 +136,11 @@ def sample_scan(
     vocab_limit,
     TILE: tl.constexpr,
     VOCAB_UNIT: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
     """The extremes of a tile of a row. logits [rows, vocab_units * VOCAB_UNIT]; grid (tiles, rows, 1)."""
+    wait_for_predecessor(EARLY)
+    launch_dependents(EARLY)
     tile = tl.program_id(0)
     row = tl.program_id(1)
     num_tiles = tl.num_programs(0)
@@ -389,11 +393,14 @@ def sample_thresholds(
     STEP: tl.constexpr,
     CANDIDATES: tl.constexpr,
     VOCAB_UNIT: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
     """floors [rows]: the smallest z that may be drawn, +inf in a row that does not draw; largest_scores [rows].
 
     candidates int32 [rows, CANDIDATES] is scratch. grid (rows, 1, 1).
     """
+    wait_for_predecessor(EARLY)
+    launch_dependents(EARLY)
     row = tl.program_id(0)
     vocab_size = vocab_units * VOCAB_UNIT
     slot, flags, penalty, is_early = _score_rules(params, slots, positions, token_flags, row, vocab_size)
@@ -456,8 +463,11 @@ def sample_draw(
     vocab_limit,
     TILE: tl.constexpr,
     VOCAB_UNIT: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
     """The largest z + noise of a tile of a row that draws. grid (tiles, rows, 1)."""
+    wait_for_predecessor(EARLY)
+    launch_dependents(EARLY)
     tile = tl.program_id(0)
     row = tl.program_id(1)
     num_tiles = tl.num_programs(0)
@@ -510,11 +520,14 @@ def sample_finish(
     num_tiles,
     max_rows,
     vocab_size,
+    EARLY: tl.constexpr = False,
 ):
     """packed int32 [3, max_rows]: id, bits of the logprob (NaN unless wanted), whether the row is finite.
 
     The id becomes the slot's last token, and seen if the slot has a penalty. grid (rows, 1, 1).
     """
+    wait_for_predecessor(EARLY)
+    launch_dependents(EARLY)
     row = tl.program_id(0)
     slot = tl.load(slots + row)
     values = tile_values + row * NUM_VALUES * num_tiles
@@ -541,8 +554,10 @@ def sample_finish(
 
 
 @triton.jit
-def mark_tokens(ids, token_flags, slot, vocab_size, count, flag, BLOCK: tl.constexpr):
+def mark_tokens(ids, token_flags, slot, vocab_size, count, flag, BLOCK: tl.constexpr, EARLY: tl.constexpr = False):
     """token_flags[slot, id] |= flag for ids [count]; ids may come twice. grid (ceil(count / BLOCK), 1, 1)."""
+    wait_for_predecessor(EARLY)
+    launch_dependents(EARLY)
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_list = places < count
     entries = token_flags + slot.to(tl.int64) * vocab_size + tl.load(ids + places, mask=in_list, other=0)

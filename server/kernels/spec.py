@@ -5,6 +5,10 @@ from dataclasses import dataclass, field
 
 Constant = int | float | bool | str
 
+# A constant that the build sets by the architecture and no variant names: see early_launch.
+EARLY = "EARLY"
+MIN_EARLY_CAPABILITY = 90
+
 
 @dataclass(frozen=True, slots=True)
 class Variant:

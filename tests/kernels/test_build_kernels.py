@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from server.kernels import build as build_module
 from server.kernels.build import ALL_ARCHS, Job, archs_present, build, main
 from server.kernels.cubin import read_cubin, read_ptx
 from server.kernels.manifest import Manifest, ManifestImage, decode_manifest, read_manifest
+from server.kernels.spec import EARLY
 from tests.ops.host_kernels import all_recipes
 
 ROOT = Path(__file__).parents[2]
@@ -314,6 +316,8 @@ def test_each_compiled_file_takes_the_arguments_of_its_manifest(built: tuple[Pat
         manifest = content(folder)
         for image in manifest.content.images:
             data = (folder / image.file).read_bytes()
+            function = getattr(import_module(f"server.kernels.{image.source.partition(':')[0]}"), image.entry)
+            assert image.waits == (EARLY in function.arg_names and image.arch in ("sm_90", "sm_100"))
             is_ptx = image.file.endswith(".ptx")
             found = read_ptx(data.decode()) if is_ptx else read_cubin(data)
             types = [ctypes.c_void_p if p.type.startswith("*") else C_TYPES[p.type] for p in image.parameters]

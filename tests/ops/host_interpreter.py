@@ -19,6 +19,7 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
+from server.kernels.spec import EARLY
 from server.ops.cuda.arguments import PackedArguments
 from server.ops.cuda.driver import KernelImage
 from tests.ops.host_memory import BadAccess, HostMemory
@@ -36,7 +37,7 @@ class HostFunction:
             raise TypeError(f"{image.source} was imported without TRITON_INTERPRET=1 in the environment")
         names = [parameter.name for parameter in image.parameters]
         constants = [name for name in function.arg_names if name in image.constants]
-        expected = [name for name in function.arg_names if name not in image.constants]
+        expected = [name for name in function.arg_names if name not in image.constants and name != EARLY]
         if names != expected or len(constants) != len(image.constants):
             raise TypeError(f"{image.source} takes {function.arg_names}, not {names} and {list(image.constants)}")
         self.image = image

@@ -2,6 +2,7 @@
 
 import ctypes
 import ctypes.util
+import dataclasses
 import math
 import os
 import struct
@@ -364,6 +365,52 @@ def test_a_failed_launch_names_the_kernel(
     cuda.failures["cuLaunchKernel"] = real.CUresult.CUDA_ERROR_INVALID_VALUE
     with pytest.raises(DriverError, match=r"launch of kernel scale\(BLOCK=16\) on grid \(0, 1, 1\)"):
         driver.launch_async(function, (0, 1, 1), (1, 2, 3.0), stream)
+
+
+# Beginning early
+
+
+@pytest.fixture
+def early(cuda: StandInCuda) -> NvidiaDriver:
+    return NvidiaDriver.open(early_launch=True)
+
+
+def test_a_kernel_that_waits_may_begin_early(early: NvidiaDriver, cuda: StandInCuda, kernel: KernelImage) -> None:
+    function = early.load(dataclasses.replace(kernel, waits=True, shared_bytes=1234))
+    streams = early.create_stream(), early.create_stream()
+    for stream, grid in ((streams[0], (3, 2, 1)), (streams[0], (4, 2, 5)), (streams[1], (4, 2, 5))):
+        cuda.calls.clear()
+        early.launch_async(function, grid, (0x1234567890, -7, 0.5), stream)
+        ((name, config, handle, packed_at, extra),) = cuda.calls
+        assert (name, handle, packed_at, extra) == ("cuLaunchKernelEx", function.handle, function.arguments.address, 0)
+        assert (config.gridDimX, config.gridDimY, config.gridDimZ) == grid
+        assert (config.blockDimX, config.blockDimY, config.blockDimZ, config.sharedMemBytes) == (128, 1, 1, 1234)
+        assert int(config.hStream) == stream
+        (attribute,) = config.attrs
+        wanted = real.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        assert (config.numAttrs, attribute.id) == (1, wanted)
+        assert attribute.value.programmaticStreamSerializationAllowed == 1
+
+
+def test_a_kernel_that_does_not_wait_never_begins_early(
+    early: NvidiaDriver, stream: Stream, cuda: StandInCuda, kernel: KernelImage
+) -> None:
+    early.launch_async(early.load(kernel), (1, 1, 1), (1, 2, 3.0), stream)
+    assert cuda.calls[-1][0] == "cuLaunchKernel"
+
+
+def test_nothing_begins_early_unless_asked_for(
+    driver: NvidiaDriver, stream: Stream, cuda: StandInCuda, kernel: KernelImage
+) -> None:
+    driver.launch_async(driver.load(dataclasses.replace(kernel, waits=True)), (1, 1, 1), (1, 2, 3.0), stream)
+    assert cuda.calls[-1][0] == "cuLaunchKernel"
+
+
+def test_a_failed_early_launch_names_the_kernel(early: NvidiaDriver, cuda: StandInCuda, kernel: KernelImage) -> None:
+    function = early.load(dataclasses.replace(kernel, waits=True))
+    cuda.failures["cuLaunchKernelEx"] = real.CUresult.CUDA_ERROR_INVALID_VALUE
+    with pytest.raises(DriverError, match=r"launch of kernel scale\(BLOCK=16\) on grid \(0, 1, 1\)"):
+        early.launch_async(function, (0, 1, 1), (1, 2, 3.0), early.create_stream())
 
 
 # Waiting after every launch

@@ -62,7 +62,8 @@ class Parameter:
 class KernelImage:
     """One compiled variant of a kernel, as kernels/manifest.json lists it.
 
-    source: "module:function" below server.kernels; constants: its constexpr arguments; path: cubin, or PTX.
+    source: "module:function" below server.kernels; constants: its constexpr arguments; path: cubin, or PTX. waits: its
+    first access to memory comes after a wait for all kernels before it, so that it may begin before they have ended.
     """
 
     name: str
@@ -73,6 +74,7 @@ class KernelImage:
     num_warps: int
     shared_bytes: int
     path: Path
+    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,11 +56,40 @@ def _do(result: tuple[Any, ...], call: str) -> None:
         _raise(result[0], call)
 
 
+class EarlyLaunch:
+    """How one kernel is launched so that it may begin before the kernel before it has ended.
+
+    A launch changes little of what the driver is told; to build that anew would cost the host more than the launch.
+    """
+
+    def __init__(self, image: KernelImage) -> None:
+        attribute = cu.CUlaunchAttribute()
+        attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config = cu.CUlaunchConfig()
+        config.blockDimX, config.blockDimY, config.blockDimZ = image.num_warps * THREADS_PER_WARP, 1, 1
+        config.sharedMemBytes = image.shared_bytes
+        config.attrs, config.numAttrs = [attribute], 1
+        self._config = config
+        self._grid: tuple[int, int, int] | None = None
+        self._stream: Stream | None = None
+
+    def config(self, grid: tuple[int, int, int], stream: Stream) -> Any:
+        """Good until the next call."""
+        config = self._config
+        if grid != self._grid:
+            config.gridDimX, config.gridDimY, config.gridDimZ = self._grid = grid
+        if stream != self._stream:
+            config.hStream = self._stream = stream
+        return config
+
+
 class NvidiaFunction:
     """A kernel of a loaded module. Belongs to the thread that launches it: its arguments are packed in one place."""
 
-    def __init__(self, image: KernelImage, module: Any, handle: Any) -> None:
+    def __init__(self, image: KernelImage, module: Any, handle: Any, *, begins_early: bool) -> None:
         self.image = image
+        self.early = EarlyLaunch(image) if begins_early else None
         self.handle = handle
         self.arguments = PackedArguments(image.parameters)
         self.num_threads = image.num_warps * THREADS_PER_WARP
@@ -72,20 +101,23 @@ class NvidiaDriver:
     """One GPU's primary context. Threads share it, but launches of one function, and GEMMs, belong to one thread.
 
     `sync_launches`: after every launch, GEMM and graph the stream is waited for (except while it captures), so that
-    an error names what caused it.
+    an error names what caused it. `early_launch`: kernels that wait for those before them may begin before these end.
     """
 
-    def __init__(self, context: Any, device_ordinal: int, facts: DeviceFacts, *, sync_launches: bool) -> None:
+    def __init__(
+        self, context: Any, device_ordinal: int, facts: DeviceFacts, *, sync_launches: bool, early_launch: bool
+    ) -> None:
         self._context = context
         self._facts = facts
         self._sync_launches = sync_launches
+        self._early_launch = early_launch
         self._captures: set[Stream] = set()
         self._registered: dict[int, HugePages] = {}
         self._gemms: Gemms | None = None
         self._shareable = _shareable_properties(device_ordinal)
 
     @classmethod
-    def open(cls, device_index: int = 0, sync_launches: bool = False) -> "NvidiaDriver":
+    def open(cls, device_index: int = 0, sync_launches: bool = False, early_launch: bool = False) -> "NvidiaDriver":
         """Initialise the driver and make the device's primary context current in this thread (0.1 to 0.25 s).
 
         Raises StartupError where there is no driver or no such device, DriverError if the device fails.
@@ -93,7 +125,8 @@ class NvidiaDriver:
         device = _find_device(device_index)
         context = _ask(cu.cuDevicePrimaryCtxRetain(device), f"cuDevicePrimaryCtxRetain of device {device_index}")
         _do(cu.cuCtxSetCurrent(context), "cuCtxSetCurrent")
-        return cls(context, int(device), _read_facts(device), sync_launches=sync_launches)
+        facts = _read_facts(device)
+        return cls(context, int(device), facts, sync_launches=sync_launches, early_launch=early_launch)
 
     @property
     def facts(self) -> DeviceFacts:
@@ -266,7 +299,7 @@ class NvidiaDriver:
             asked = f"cuFuncSetAttribute to {image.shared_bytes} bytes of shared memory for {what}"
             _do(cu.cuFuncSetAttribute(handle, attribute, image.shared_bytes), asked)
         _do(cu.cuFuncLoad(handle), f"cuFuncLoad of {what}")  # else the first launch would load it, maybe in a capture
-        return NvidiaFunction(image, module, handle)
+        return NvidiaFunction(image, module, handle, begins_early=self._early_launch and image.waits)
 
     def launch_async(
         self, function: Function, grid: tuple[int, int, int], values: Sequence[int | float], stream: Stream
@@ -275,10 +308,23 @@ class NvidiaDriver:
         assert isinstance(function, NvidiaFunction)
         arguments = function.arguments
         arguments.write(values)
-        x, y, z = grid
-        result = cu.cuLaunchKernel(
-            function.handle, x, y, z, function.num_threads, 1, 1, function.shared_bytes, stream, arguments.address, 0
-        )
+        if function.early is None:
+            x, y, z = grid
+            result = cu.cuLaunchKernel(
+                function.handle,
+                x,
+                y,
+                z,
+                function.num_threads,
+                1,
+                1,
+                function.shared_bytes,
+                stream,
+                arguments.address,
+                0,
+            )
+        else:
+            result = cu.cuLaunchKernelEx(function.early.config(grid, stream), function.handle, arguments.address, 0)
         if result[0] != _SUCCESS:
             _raise(result[0], f"launch of {_describe(function.image)} on grid {grid}")
         if self._sync_launches:
