@@ -1,7 +1,7 @@
 """Which kernels scripts/tune-kernels tries for a GEMM. Imports no Triton, and nothing that serves imports it.
 
-Rules of thumb that keep the list short: it must hold the fastest, not only fast ones. All that is left out was compiled
-once for sm_90 and spilled registers, or would leave most multiprocessors idle.
+Rules of thumb that keep the list short enough to time all of it: it should hold the fastest, not only fast ones. All
+for Qwen2-7B was compiled once for sm_90, and none spills registers (scripts/gpu/gemm_bench.py resources).
 """
 
 from collections.abc import Iterator, Mapping, Sequence

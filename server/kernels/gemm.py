@@ -133,9 +133,9 @@ def _two_ranges(first, BLOCK: tl.constexpr, MORE: tl.constexpr):
 
 
 @triton.jit
-def _store(out, values, first_row, rows, columns, m, n):
-    """values to out[first_row + rows, columns], where rows < m and columns < n."""
-    where = out + (first_row + rows.to(tl.int64))[:, None] * n + columns[None, :]
+def _store(out, values, rows, columns, m, n):
+    """values to out[rows, columns], where rows < m and columns < n."""
+    where = _pointers(out, rows, columns, n)
     tl.store(where, values.to(out.dtype.element_ty), mask=(rows < m)[:, None] & (columns < n)[None, :])
 
 
@@ -172,13 +172,13 @@ def linear(
         if MORE_N:
             more_biases = tl.load(bias + more_weight_rows).to(tl.float32)[None, :]
             sums_n, sums_mn = sums_n + more_biases, sums_mn + more_biases
-    _store(out, sums, 0, rows, columns, m, n)
+    _store(out, sums, rows, columns, m, n)
     if MORE_M:
-        _store(out, sums_m, 0, more_rows, columns, m, n)
+        _store(out, sums_m, more_rows, columns, m, n)
     if MORE_N:
-        _store(out, sums_n, 0, rows, more_columns, m, n)
+        _store(out, sums_n, rows, more_columns, m, n)
         if MORE_M:
-            _store(out, sums_mn, 0, more_rows, more_columns, m, n)
+            _store(out, sums_mn, more_rows, more_columns, m, n)
 
 
 @triton.jit
@@ -213,14 +213,14 @@ def linear_split(
         *(x, weight, rows, more_rows, weight_rows, more_weight_rows, m, k, begin, end),
         *(BLOCK_K, MORE_M > 0, MORE_N > 0, MASKS_K, WEIGHTS_FIRST),
     )
-    first = split.to(tl.int64) * m
-    _store(partials, sums, first, rows, columns, m, n)
+    of_split = partials + split.to(tl.int64) * m * n
+    _store(of_split, sums, rows, columns, m, n)
     if MORE_M:
-        _store(partials, sums_m, first, more_rows, columns, m, n)
+        _store(of_split, sums_m, more_rows, columns, m, n)
     if MORE_N:
-        _store(partials, sums_n, first, rows, more_columns, m, n)
+        _store(of_split, sums_n, rows, more_columns, m, n)
         if MORE_M:
-            _store(partials, sums_mn, first, more_rows, more_columns, m, n)
+            _store(of_split, sums_mn, more_rows, more_columns, m, n)
 
 
 @triton.jit
@@ -253,13 +253,13 @@ def gated_linear(
         *(x, weight, rows, more_rows, weight_rows, more_weight_rows, m, k, 0, tl.cdiv(k, BLOCK_K)),
         *(BLOCK_K, MORE_M > 0, MORE_N > 0, MASKS_K, WEIGHTS_FIRST),
     )
-    _store(out, _gated(sums), 0, rows, columns, m, n)
+    _store(out, _gated(sums), rows, columns, m, n)
     if MORE_M:
-        _store(out, _gated(sums_m), 0, more_rows, columns, m, n)
+        _store(out, _gated(sums_m), more_rows, columns, m, n)
     if MORE_N:
-        _store(out, _gated(sums_n), 0, rows, more_columns, m, n)
+        _store(out, _gated(sums_n), rows, more_columns, m, n)
         if MORE_M:
-            _store(out, _gated(sums_mn), 0, more_rows, more_columns, m, n)
+            _store(out, _gated(sums_mn), more_rows, more_columns, m, n)
 
 
 @triton.jit
