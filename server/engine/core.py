@@ -5,7 +5,7 @@ Owns the order of these five and nothing else: policy is the scheduler's, tensor
 
 import logging
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -154,14 +154,15 @@ class EngineLoop:
             self._peers.send(peer, Outputs(result.step, items))
 
     def _by_peer(self, outputs: Iterable[TokenOutput]) -> Iterable[tuple[Peer, list[TokenOutput]]]:
-        groups: dict[Peer, list[TokenOutput]] = {}
+        groups: defaultdict[Peer, list[TokenOutput]] = defaultdict(list)
+        owners, waits = self._owners, self._queue_ms
         for output in outputs:
-            peer = self._owners.get(output.request_id)
+            peer = owners.get(output.request_id)
             if peer is None:
                 continue
-            if (queue_ms := self._queue_ms.pop(output.request_id, None)) is not None:
+            if waits and (queue_ms := waits.pop(output.request_id, None)) is not None:
                 output = msgspec.structs.replace(output, queue_ms=queue_ms)
-            groups.setdefault(peer, []).append(output)
+            groups[peer].append(output)
             if output.finish_reason is not None:
                 self._forget(output.request_id)
         return groups.items()

@@ -64,7 +64,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     request_id: int
 
 
-class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One generated token, or a final event without one (token_id -1: the request failed or was refused).
 
     finish_reason is set on the last output of a request and only there. `logprob` is NaN unless asked for.

@@ -7,6 +7,7 @@ Knows token ids and positions. Does not know steps, slots or sampling. One Block
     digests        [  d0    ,    d1     ]                  full blocks of known ids, hashed once per request
 """
 
+import sys
 from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
@@ -21,7 +22,9 @@ class BlockTable:
     """One request's blocks. `digests` outlive the blocks: a preempted request is looked up again for nothing."""
 
     block_ids: tuple[int, ...] = ()
+    num_positions: int = 0  # that the blocks hold
     num_offered: int = 0  # leading full blocks that came from the index or were offered to it
+    next_offer: int = 0  # positions written from which on `offer` has something to do
     digests: list[bytes] = field(default_factory=list)
 
 
@@ -69,7 +72,8 @@ class BlockTables:
         block_ids = self._pool.try_allocate(num_new)
         assert block_ids is not None, "the pool has fewer free blocks than it said"
         table.block_ids = (*hits, *block_ids)
-        table.num_offered = len(hits)
+        table.num_positions = len(table.block_ids) * self.block_size
+        self._set_offered(table, len(hits))
         return len(hits) * self.block_size
 
     def look_up(self, table: BlockTable, token_ids: Sequence[int], coming: Set[bytes]) -> tuple[int, int]:
@@ -102,6 +106,7 @@ class BlockTables:
         if block_ids is None:
             return False
         table.block_ids = (*table.block_ids, *block_ids)
+        table.num_positions += self.block_size
         return True
 
     def offer(self, table: BlockTable, token_ids: Sequence[int], num_written: int) -> None:
@@ -117,7 +122,11 @@ class BlockTables:
         for i in range(table.num_offered, num_full):
             if self._index.add(table.digests[i], table.block_ids[i]):
                 self._pool.keep(table.block_ids[i])
-        table.num_offered = num_full
+        self._set_offered(table, num_full)
+
+    def _set_offered(self, table: BlockTable, num_blocks: int) -> None:
+        table.num_offered = num_blocks
+        table.next_offer = (num_blocks + 1) * self.block_size if self._prefix_cache else sys.maxsize
 
     def distrust(self, table: BlockTable) -> None:
         """Nobody may reuse this request's prefixes, whichever blocks hold them: their content may be non-finite."""
@@ -129,7 +138,7 @@ class BlockTables:
     def close(self, table: BlockTable) -> None:
         """Return the blocks. What was offered keeps its content until its blocks are reused."""
         self._pool.release(table.block_ids)
-        table.block_ids = ()
+        table.block_ids, table.num_positions = (), 0
 
     def check_integrity(self, open_tables: Sequence[BlockTable]) -> None:
         """Assert that pool, index and tables (all open ones must be given) agree. For tests and idle moments."""

@@ -17,6 +17,7 @@ class PlanDraft:
     resets: list[SlotReset] = field(default_factory=list)
     chunks: list[TokenChunk] = field(default_factory=list)
     sampling: list[Request] = field(default_factory=list)  # of the chunks that sample, in their order
+    drained: list[Request] = field(default_factory=list)  # of these, the ones whose last token is planned now
     prefilled: list[Request] = field(default_factory=list)
     coming: set[bytes] = field(default_factory=set)  # digests of the full blocks of prompts that this plan writes
 
@@ -33,16 +34,16 @@ class PlanDraft:
             )
         )
 
-    def add_decode(self, request: Request) -> None:
-        """Compute the request's one missing token and sample the next."""
-        slot, start, token_ids = request.slot, request.num_computed, request.token_ids
+    def add_decode(self, request: Request, start: int, known: tuple[int, ...]) -> None:
+        """Compute the request's one missing token, at position `start`, and sample the next. () if it is in flight."""
+        slot = request.slot
         assert slot is not None
-        known = (token_ids[start],) if start < len(token_ids) else ()  # (): the id is still on the device
         self.chunks.append(TokenChunk(slot, request.request_id, start, 1, known, request.table.block_ids, True))
         self.sampling.append(request)
         request.num_computed = start + 1
         request.num_in_flight += 1
-        self.num_left -= 1
+        if start + 2 >= request.max_total_tokens:
+            self.drained.append(request)
 
     def add_prefill(self, request: Request) -> None:
         """Compute as many of the request's missing tokens, all known, as the budget allows."""
@@ -66,6 +67,8 @@ class PlanDraft:
         if samples:
             self.sampling.append(request)
             request.num_in_flight += 1
+            if end + 1 >= request.max_total_tokens:
+                self.drained.append(request)
         self.prefilled.append(request)
         self.num_left -= num_tokens
 

@@ -44,18 +44,21 @@ class Request:
     num_in_flight: int = 0
     num_cached_tokens: int | None = None  # prompt tokens found in the pool when it was first admitted
     has_output: bool = False
+    end_ids: Set[int] = frozenset()  # tokens that end it, from min_tokens on
     table: BlockTable = field(default_factory=BlockTable)
 
     @classmethod
-    def from_submit(cls, submit: Submit, arrival: int) -> "Request":
+    def from_submit(cls, submit: Submit, arrival: int, eos_token_ids: Set[int]) -> "Request":
         """`arrival` counts the requests of this scheduler."""
+        sampling = submit.sampling
         return cls(
             request_id=submit.request_id,
             token_ids=list(submit.token_ids),
             num_prompt_tokens=submit.num_prompt_tokens,
-            sampling=submit.sampling,
+            sampling=sampling,
             rank=(arrival + submit.priority * PRIORITY_HEAD_START, arrival),
-            max_total_tokens=submit.num_prompt_tokens + submit.sampling.max_tokens,
+            max_total_tokens=submit.num_prompt_tokens + sampling.max_tokens,
+            end_ids=frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else eos_token_ids),
         )
 
     @property
@@ -68,19 +71,10 @@ class Request:
         """Leading positions whose token is known and whose KV is planned."""
         return min(self.num_computed, len(self.token_ids))
 
-    @property
-    def is_fully_planned(self) -> bool:
-        """Whether the last token that max_tokens allows is known or in flight."""
-        return len(self.token_ids) + self.num_in_flight >= self.max_total_tokens
-
-    def append(self, token_id: int, eos_token_ids: Set[int]) -> FinishReason | None:
-        """Take the next output token; why it is the last one, or None if more follow."""
-        self.token_ids.append(token_id)
-        sampling = self.sampling
+    def why_ended(self) -> FinishReason | None:
+        """Why the last known token, one of `end_ids` or the last that max_tokens allows, ends it, if it does."""
+        token_id, sampling = self.token_ids[-1], self.sampling
         num_outputs = len(self.token_ids) - self.num_prompt_tokens
-        if num_outputs > sampling.min_tokens:
-            if token_id in eos_token_ids and not sampling.ignore_eos:
-                return "eos"
-            if token_id in sampling.stop_token_ids:
-                return "stop_token"
+        if num_outputs > sampling.min_tokens and token_id in self.end_ids:
+            return "stop_token" if token_id in sampling.stop_token_ids else "eos"
         return "length" if num_outputs >= sampling.max_tokens else None
