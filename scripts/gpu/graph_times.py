@@ -134,14 +134,14 @@ def measure(ops: CudaOperations, sizes: Sequence[StepSize], context: int, num_st
         yield Row(size.num_tokens, size.num_samples, int(size.num_prefills > 0), *times, *issued)
 
 
-def make_operations(limits: BatchLimits, *, on_nothing: bool) -> CudaOperations:
+def make_operations(limits: BatchLimits, *, on_nothing: bool, early_launch: bool = False) -> CudaOperations:
     """Of the machine's GPU, or of a driver that does nothing."""
     layout = weight_layout(QWEN2_7B)
     if on_nothing:
         driver: Any = NullDriver()
         images, gemms = source_images(), NO_TABLE
     else:
-        driver = NvidiaDriver.open()
+        driver = NvidiaDriver.open(early_launch=early_launch)
         manifest = read_manifest(built_folder())
         if manifest is None:
             sys.exit(f"no kernels are in {built_folder()}: run scripts/build-kernels")
