@@ -11,6 +11,7 @@ WEIGHTS_FIRST       tensor cores compute weight @ x.T: their wide side (64 rows 
 import triton
 import triton.language as tl
 
+from server.kernels.early_launch import launch_dependents, wait_for_predecessor
 from server.kernels.spec import Constant, KernelSpec, Variant
 
 
@@ -53,7 +54,7 @@ def _tile_sums(
         sums_n = _no_sums(rows.shape[0], more_weight_rows.shape[0], BLOCK_K, WEIGHTS_FIRST)
         if HAS_MORE_M:
             sums_mn = _no_sums(more_rows.shape[0], more_weight_rows.shape[0], BLOCK_K, WEIGHTS_FIRST)
-    # Inputs of the kernel before are read from here on: x, not the weights.
+    # Of these, only x is what a kernel before has written: first tiles of weights could be requested before the wait.
     for tile in range(first_tile, end_tile):
         begin = tile * BLOCK_K
         in_row = (begin + columns < k)[None, :]
@@ -156,8 +157,11 @@ def linear(
     MASKS_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
     """out [m, n] = x [m, k] @ weight [n, k].T + bias [n]. grid (ceil(n / BLOCK_N) * ceil(m / BLOCK_M), 1, 1)."""
+    wait_for_predecessor(EARLY)
+    launch_dependents(EARLY)
     first_row, first_column = _first_of_program(m, BLOCK_M, BLOCK_N)
     rows, more_rows = _two_ranges(first_row, BLOCK_M, MORE_M)
     columns, more_columns = _two_ranges(first_column, BLOCK_N, MORE_N)
@@ -197,11 +201,14 @@ def linear_split(
     MORE_N: tl.constexpr,
     MASKS_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
     """partials [num_splits, m, n]: x @ weight.T, k cut into num_splits parts of whole tiles; 0 where none is left.
 
     grid (ceil(n / BLOCK_N) * ceil(m / BLOCK_M), 1, num_splits).
     """
+    wait_for_predecessor(EARLY)
+    launch_dependents(EARLY)
     first_row, first_column = _first_of_program(m, BLOCK_M, BLOCK_N)
     rows, more_rows = _two_ranges(first_row, BLOCK_M, MORE_M)
     columns, more_columns = _two_ranges(first_column, BLOCK_N, MORE_N)
@@ -239,11 +246,14 @@ def gated_linear(
     MORE_N: tl.constexpr,
     MASKS_K: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
     """out [m, n] = silu(x @ gate.T) * (x @ up.T). grid (ceil(n / BLOCK_N) * ceil(m / BLOCK_M), 1, 1).
 
     weight [2 n, k]: per `block` columns of `out`, their rows of gate, then those of up. A tile may lie across blocks.
     """
+    wait_for_predecessor(EARLY)
+    launch_dependents(EARLY)
     first_row, first_column = _first_of_program(m, BLOCK_M, BLOCK_N)
     rows, more_rows = _two_ranges(first_row, BLOCK_M, MORE_M)
     columns, more_columns = _two_ranges(first_column, BLOCK_N, MORE_N)
