@@ -10,6 +10,7 @@ which there is nothing leave at once, and rows of `out` that belong to no chunk 
 import triton
 import triton.language as tl
 
+from server.kernels.early_launch import launch_dependents, wait_for_predecessor
 from server.kernels.spec import KernelSpec, Variant
 
 DECODE_ROWS = tl.constexpr(16)  # query heads of a decode tile, used or not: the fewest rows that tl.dot takes
@@ -72,6 +73,7 @@ def attend_decode(
     IS_SPLIT: tl.constexpr,
     COMBINES: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
     """Token row r is the last token of request r, for each decode. grid (num_kv_heads, requests, splits).
 
@@ -80,6 +82,8 @@ def attend_decode(
     and left no mean. Then combine_splits writes `out`, or with COMBINES the last split of a request and KV head to
     arrive, by arrivals [request][kv head], which are 0 before and after.
     """
+    wait_for_predecessor(EARLY)
+    launch_dependents(EARLY)
     kv_head = tl.program_id(0)
     request = tl.program_id(1)
     split = tl.program_id(2)
@@ -153,8 +157,11 @@ def combine_splits(
     num_splits,
     HEAD_DIM: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
     """out[request][head] of each decode from what its splits left. grid (heads, requests, 1)."""
+    wait_for_predecessor(EARLY)
+    launch_dependents(EARLY)
     request = tl.program_id(1)
     head = request.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     num_decodes = tl.load(header + NUM_DECODES)
@@ -220,11 +227,14 @@ def attend_prefill(
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
     """The chunks behind the decodes, in tiles of BLOCK_M // group_size tokens times the heads of a group.
 
     grid (num_kv_heads, tokens // (BLOCK_M // group_size) + chunks or more, 1), of all these chunks together.
     """
+    wait_for_predecessor(EARLY)
+    launch_dependents(EARLY)
     kv_head = tl.program_id(0)
     tokens_per_tile = BLOCK_M // group_size
     first_chunk = tl.load(header + NUM_DECODES)  # and its first token: each chunk before has one

@@ -9,12 +9,15 @@ from server.kernels.spec import KernelSpec, Variant
 
 
 @triton.jit
-def _scale_row(x, weight, out, squares, first, hidden, eps, BLOCK: tl.constexpr):
-    """out = x / sqrt(mean of squares + eps) * weight. `first`: x's first tile, which is still in registers."""
+def _scale_row(x, weight, out, squares, first, first_weights, hidden, eps, BLOCK: tl.constexpr):
+    """out = x / sqrt(mean of squares + eps) * weight. `first`: x's first tile, which is still in registers.
+
+    first_weights: what belongs to it, asked for together with x: nothing waits for memory behind the sum.
+    """
     scale = 1.0 / tl.sqrt_rn(tl.sum(squares, 0) / hidden + eps)
     columns = tl.arange(0, BLOCK)
     in_row = columns < hidden
-    weights = tl.load(weight + columns, mask=in_row, other=0.0).to(tl.float32)
+    weights = first_weights.to(tl.float32)
     tl.store(out + columns, (first * scale * weights).to(out.dtype.element_ty), mask=in_row)
     for begin in range(BLOCK, hidden, BLOCK):
         columns = begin + tl.arange(0, BLOCK)
@@ -32,12 +35,13 @@ def rms_norm(x, weight, out, hidden, eps, BLOCK: tl.constexpr, EARLY: tl.constex
     row = tl.program_id(0).to(tl.int64) * hidden
     columns = tl.arange(0, BLOCK)
     first = tl.load(x + row + columns, mask=columns < hidden, other=0.0)
+    first_weights = tl.load(weight + columns, mask=columns < hidden, other=0.0)
     squares = first * first
     for begin in range(BLOCK, hidden, BLOCK):
         columns = begin + tl.arange(0, BLOCK)
         values = tl.load(x + row + columns, mask=columns < hidden, other=0.0)
         squares += values * values
-    _scale_row(x + row, weight, out + row, squares, first, hidden, eps, BLOCK)
+    _scale_row(x + row, weight, out + row, squares, first, first_weights, hidden, eps, BLOCK)
 
 
 @triton.jit
@@ -49,6 +53,7 @@ def add_rms_norm(residual, delta, weight, out, hidden, eps, BLOCK: tl.constexpr,
     columns = tl.arange(0, BLOCK)
     in_row = columns < hidden
     first = tl.load(residual + row + columns, mask=in_row, other=0.0)
+    first_weights = tl.load(weight + columns, mask=in_row, other=0.0)
     first += tl.load(delta + row + columns, mask=in_row, other=0.0).to(tl.float32)
     tl.store(residual + row + columns, first, mask=in_row)
     squares = first * first
@@ -60,7 +65,7 @@ def add_rms_norm(residual, delta, weight, out, hidden, eps, BLOCK: tl.constexpr,
         tl.store(residual + row + columns, values, mask=in_row)
         squares += values * values
     tl.debug_barrier()  # other threads of the program may read again what these have written
-    _scale_row(residual + row, weight, out + row, squares, first, hidden, eps, BLOCK)
+    _scale_row(residual + row, weight, out + row, squares, first, first_weights, hidden, eps, BLOCK)
 
 
 @triton.jit
@@ -87,6 +92,7 @@ def add_rms_norm_partials(
     columns = tl.arange(0, BLOCK)
     in_row = columns < hidden
     first = tl.load(residual + row + columns, mask=in_row, other=0.0)
+    first_weights = tl.load(weight + columns, mask=in_row, other=0.0)
     first += sum_partials(partials + row, stride, num_splits, columns, in_row)
     tl.store(residual + row + columns, first, mask=in_row)
     squares = first * first
@@ -98,7 +104,7 @@ def add_rms_norm_partials(
         tl.store(residual + row + columns, values, mask=in_row)
         squares += values * values
     tl.debug_barrier()  # other threads of the program may read again what these have written
-    _scale_row(residual + row, weight, out + row, squares, first, hidden, eps, BLOCK)
+    _scale_row(residual + row, weight, out + row, squares, first, first_weights, hidden, eps, BLOCK)
 
 
 _SIZES = {"hidden": "i32", "eps": "fp32"}

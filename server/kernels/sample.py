@@ -145,17 +145,19 @@ def sample_scan(
     row = tl.program_id(1)
     num_tiles = tl.num_programs(0)
     vocab_size = vocab_units * VOCAB_UNIT
-    slot, flags, penalty, is_early = _score_rules(params, slots, positions, token_flags, row, vocab_size)
     values = tile_values + row * NUM_VALUES * num_tiles + tile
 
+    # The tile is asked for first: an address that waits for its slot would hold back all loads behind it.
     ids = tile * TILE + tl.arange(0, TILE)
     is_stored = ids < vocab_size
     raw = tl.load(logits + row.to(tl.int64) * vocab_size + ids, mask=is_stored, other=-INFINITY)
+    slot, flags, penalty, is_early = _score_rules(params, slots, positions, token_flags, row, vocab_size)
+    wants_logprob = _integer(params, slot, WANTS_LOGPROB) != 0
     raw = tl.where(ids < vocab_limit, raw, -INFINITY)
     # A maximum may skip NaN, and both mean the same for the row.
     raw_largest = tl.max(tl.where(raw == raw, raw, INFINITY), 0)
     tl.store(values + RAW_LARGEST * num_tiles, raw_largest)
-    if _integer(params, slot, WANTS_LOGPROB) != 0:
+    if wants_logprob:
         offset = tl.where(raw_largest > -INFINITY, raw_largest, 0.0)
         tl.store(values + RAW_SUM * num_tiles, tl.sum(tl.exp(raw - offset), 0))
 
