@@ -126,7 +126,7 @@ def generate(
 
 
 def _as_finite(result: StepResult) -> StepResult:
-    return StepResult(result.step, tuple(msgspec.structs.replace(token, is_finite=True) for token in result.tokens))
+    return msgspec.structs.replace(result, is_finite=[True] * len(result.is_finite))
 
 
 def _describe_on_board(board: Board, limits: BatchLimits) -> None:

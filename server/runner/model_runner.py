@@ -11,7 +11,7 @@ from server.ops.interface import Activations, BufferT, Operations, PendingTokens
 from server.runner.graphs import StepGraphs
 from server.runner.input_batch import InputBatch, slot_sampling
 from server.runner.step_columns import StepColumns
-from server.scheduler.plan import SampledToken, StepPlan, StepResult
+from server.scheduler.plan import StepPlan, StepResult
 
 
 class PendingStep:
@@ -28,16 +28,15 @@ class PendingStep:
     def wait(self) -> StepResult:
         """Block until the step's tokens are on the host."""
         tokens = self._tokens.wait()
-        sampled = [chunk for chunk in self._plan.chunks if chunk.samples]
-        assert len(sampled) <= len(tokens.token_ids), f"{len(tokens.token_ids)} tokens for {len(sampled)} samples"
+        num_samples = [chunk.samples for chunk in self._plan.chunks].count(True)
+        token_ids = tokens.token_ids
+        assert num_samples <= len(token_ids), f"{len(token_ids)} tokens for {num_samples} samples"
         # Padding rows come last: they are nobody's.
-        rows = zip(sampled, tokens.token_ids, tokens.logprobs, tokens.is_finite, strict=False)
         return StepResult(
             self._plan.step,
-            tuple(
-                SampledToken(chunk.request_id, chunk.slot, token_id, logprob, is_finite)
-                for chunk, token_id, logprob, is_finite in rows
-            ),
+            token_ids[:num_samples],
+            tokens.logprobs[:num_samples],
+            tokens.is_finite[:num_samples],
         )
 
 

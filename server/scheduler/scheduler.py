@@ -22,7 +22,7 @@ from server.engine.messages import FinishReason, Submit, TokenOutput
 from server.kv.block_tables import BlockTables
 from server.scheduler.budget import SchedulerLimits, TokenBudget
 from server.scheduler.draft import PlanDraft
-from server.scheduler.plan import SampledToken, StepPlan, StepResult
+from server.scheduler.plan import StepPlan, StepResult
 from server.scheduler.request import Request, Status
 from server.scheduler.waiting import WaitingQueue, by_rank
 
@@ -229,15 +229,16 @@ class Scheduler:
         assert step == result.step, f"result of step {result.step}, expected that of step {step}"
         outputs: list[TokenOutput] = []
         finished = Status.FINISHED
-        for request, sampled in zip(requests, result.tokens, strict=True):
+        columns = zip(requests, result.token_ids, result.logprobs, result.is_finite, strict=True)
+        for request, token_id, logprob, is_finite in columns:
             request.num_in_flight -= 1
             if request.status is finished:
                 continue
-            if not sampled.is_finite:
+            if not is_finite:
                 outputs.append(self._fail(request))
                 continue
             # Written out, as in _plan_decodes.
-            token_id, token_ids = sampled.token_id, request.token_ids
+            token_ids = request.token_ids
             token_ids.append(token_id)
             num_known = len(token_ids)
             finish_reason: FinishReason | None = None
@@ -246,10 +247,12 @@ class Scheduler:
             if num_known >= request.table.next_offer and request.status is Status.RUNNING:
                 self._tables.offer(request.table, token_ids, request.num_offerable)
             if request.has_output:
-                outputs.append(TokenOutput(request.request_id, token_id, sampled.logprob, finish_reason))
+                outputs.append(TokenOutput(request.request_id, token_id, logprob, finish_reason))
             else:
-                outputs.append(self._first_output(request, sampled, finish_reason))
-        self.num_generated_tokens += sum([output.token_id >= 0 for output in outputs])
+                request.has_output = True
+                num_cached = request.num_cached_tokens or 0
+                outputs.append(TokenOutput(request.request_id, token_id, logprob, finish_reason, "", num_cached))
+            self.num_generated_tokens += 1
         return outputs
 
     def _finish_if_ended(self, request: Request) -> FinishReason | None:
@@ -257,11 +260,6 @@ class Scheduler:
         if finish_reason is not None:
             self._finish(request)
         return finish_reason
-
-    def _first_output(self, request: Request, sampled: SampledToken, finish_reason: FinishReason | None) -> TokenOutput:
-        request.has_output = True
-        num_cached = request.num_cached_tokens or 0
-        return TokenOutput(request.request_id, sampled.token_id, sampled.logprob, finish_reason, "", num_cached)
 
     def _fail(self, request: Request) -> TokenOutput:
         self._finish(request)

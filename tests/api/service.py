@@ -22,7 +22,7 @@ from server.kv.block_tables import BlockTables
 from server.launch.board import Board, ModelState, StopMode
 from server.models.facts import ModelFacts
 from server.scheduler.budget import SchedulerLimits
-from server.scheduler.plan import SampledToken, StepPlan, StepResult, TokenChunk
+from server.scheduler.plan import StepPlan, StepResult, TokenChunk
 from server.scheduler.scheduler import Scheduler
 from server.settings.load import load_settings
 from server.settings.machine import Machine
@@ -95,14 +95,16 @@ class EchoRunner:
         for reset in plan.resets:
             self._tokens[reset.slot] = list(reset.token_ids)
             self._num_prompt_tokens[reset.slot] = reset.num_prompt_tokens
-        return _DoneStep(StepResult(plan.step, tuple(self._sample(chunk) for chunk in plan.chunks if chunk.samples)))
+        ids = [self._sample(chunk) for chunk in plan.chunks if chunk.samples]
+        is_finite = [token_id not in self.broken_ids for token_id in ids]
+        return _DoneStep(StepResult(plan.step, ids, [self.logprob] * len(ids), is_finite))
 
-    def _sample(self, chunk: TokenChunk) -> SampledToken:
+    def _sample(self, chunk: TokenChunk) -> int:
         tokens = self._tokens[chunk.slot]
         position = chunk.start + chunk.num_tokens
         token_id = tokens[position - self._num_prompt_tokens[chunk.slot]]
         tokens[position:] = [token_id]
-        return SampledToken(chunk.request_id, chunk.slot, token_id, self.logprob, token_id not in self.broken_ids)
+        return token_id
 
 
 class ApiService:

@@ -51,10 +51,11 @@ def assert_rows_are_independent(model: TinyWeights, ops: RecordingCudaOperations
     assert torch.equal(logits_of_poisoned_buffers, clean_logits)
     assert repr(buffers_poisoned) == repr(clean)  # NaN, which stands for a logprob not asked for, equals nothing
     for row, slot in enumerate(ROWS):
-        assert poisoned.tokens[row].is_finite == (slot in GOOD_SLOTS)
-        assert 0 <= poisoned.tokens[row].token_id < model.facts.vocab_size
+        assert poisoned.is_finite[row] == (slot in GOOD_SLOTS)
+        assert 0 <= poisoned.token_ids[row] < model.facts.vocab_size
         if slot in GOOD_SLOTS:
-            assert repr(poisoned.tokens[row]) == repr(clean.tokens[row])
+            assert poisoned.token_ids[row] == clean.token_ids[row]
+            assert repr(poisoned.logprobs[row]) == repr(clean.logprobs[row])
 
 
 def _fill_activations(ops: RecordingCudaOperations, value: int) -> None:

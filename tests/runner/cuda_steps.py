@@ -4,10 +4,10 @@ The judge is fed what was sampled, so that one near-tie does not part the two fo
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from server.scheduler.plan import StepPlan, StepResult, TokenChunk
 from server.weights.layout import weight_layout
 from tests.runner.tiny_engine import EOS_ID, TinyEngine
 from tests.tiny_models import Family, tiny_config, tiny_tensors
+
+T = TypeVar("T")
 
 TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -189,7 +191,8 @@ def judge(model: TinyWeights, limits: BatchLimits, run: Run) -> Run:
     last_tokens: dict[int, int] = {}
     for plan, result in zip(run.plans, run.results, strict=True):
         results.append(runner.submit(_with_known_tokens(plan, last_tokens)).wait())
-        last_tokens |= {token.slot: token.token_id for token in result.tokens}
+        slots = [chunk.slot for chunk in plan.chunks if chunk.samples]
+        last_tokens |= dict(zip(slots, result.token_ids, strict=True))
     return Run(run.plans, results, ops.recorded)
 
 
@@ -228,6 +231,10 @@ class Verdict:
         assert self.num_unexplained <= self.num_tokens * 0.005, self
 
 
+def _pairs(rows: Iterable[Sequence[T]], others: Iterable[Sequence[T]]) -> list[tuple[T, T]]:
+    return [pair for row, other in zip(rows, others, strict=True) for pair in zip(row, other, strict=True)]
+
+
 def compare(model: TinyWeights, limits: BatchLimits, run: Run, device: str = "cpu") -> Verdict:
     """Logits against the torch backend in fp32; tokens against its sampler on the same logits."""
     reference = judge(model.in_fp32(device), limits, run)
@@ -235,19 +242,16 @@ def compare(model: TinyWeights, limits: BatchLimits, run: Run, device: str = "cp
     expected = torch.cat(reference.logits)
     ours, theirs = torch.cat(run.logits) - expected, torch.cat(same_precision.logits) - expected
     assert torch.isfinite(ours).all()
-    pairs = [
-        (token, other)
-        for result, judged in zip(run.results, reference.results, strict=True)
-        for token, other in zip(result.tokens, judged.tokens, strict=True)
-    ]
-    logprob_errors = [abs(t.logprob - o.logprob) for t, o in pairs if not math.isnan(o.logprob)]
-    assert all(math.isnan(t.logprob) for t, o in pairs if math.isnan(o.logprob))
+    ids = _pairs([result.token_ids for result in run.results], [result.token_ids for result in reference.results])
+    logprobs = _pairs([result.logprobs for result in run.results], [result.logprobs for result in reference.results])
+    logprob_errors = [abs(own - other) for own, other in logprobs if not math.isnan(other)]
+    assert all(math.isnan(own) for own, other in logprobs if math.isnan(other))
     best = expected.topk(2, dim=-1).values
     differs = torch.cat(run.logits).argmax(-1) != expected.argmax(-1)
     max_error_of_torch = float(theirs.abs().max())
     return Verdict(
-        num_tokens=len(pairs),
-        num_other_ids=sum(t.token_id != o.token_id for t, o in pairs),
+        num_tokens=len(ids),
+        num_other_ids=sum(own != other for own, other in ids),
         max_logprob_error=max(logprob_errors, default=0.0),
         rms_error=float(ours.double().square().mean().sqrt()),
         rms_error_of_torch=float(theirs.double().square().mean().sqrt()),

@@ -113,9 +113,7 @@ def test_replayed_steps_are_as_accurate_as_the_torch_backend(runs: Runs) -> None
 
 
 def test_padding_changes_no_token(runs: Runs) -> None:
-    assert [[t.token_id for t in r.tokens] for r in runs.issued.results] == [
-        [t.token_id for t in r.tokens] for r in runs.exact.results
-    ]
+    assert [result.token_ids for result in runs.issued.results] == [result.token_ids for result in runs.exact.results]
     # The GEMM of another number of rows may sum in another order.
     torch.testing.assert_close(torch.cat(runs.issued.logits), torch.cat(runs.exact.logits), rtol=0, atol=5e-3)
 
@@ -146,8 +144,8 @@ def test_a_step_at_every_border_of_its_size(num_tokens: int, num_chunks: int) ->
         ops.write(ops.kv_pool, noise)
     results = [ModelRunner(SMALL.facts, ops, (EOS_ID,)).submit(plan).wait() for ops in (padded, exact)]
     assert padded._shape.size == MIXED
-    assert [token.token_id for token in results[0].tokens] == [token.token_id for token in results[1].tokens]
-    assert len(results[0].tokens) == num_chunks
+    assert results[0].token_ids == results[1].token_ids
+    assert len(results[0].token_ids) == num_chunks
     torch.testing.assert_close(padded.recorded[0], exact.recorded[0], rtol=0, atol=5e-3)
 
 

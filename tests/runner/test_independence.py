@@ -21,9 +21,9 @@ def test_poisoned_neighbours_change_no_bit(model: TinyModel, poison: Callable[[T
     assert torch.equal(logits[good_rows], clean_logits[good_rows])
     assert torch.isfinite(clean_logits).all()
     for row in good_rows:
-        assert result.tokens[row].is_finite
-        assert result.tokens[row].token_id == clean.tokens[row].token_id
-        assert repr(result.tokens[row].logprob) == repr(clean.tokens[row].logprob)
+        assert result.is_finite[row]
+        assert result.token_ids[row] == clean.token_ids[row]
+        assert repr(result.logprobs[row]) == repr(clean.logprobs[row])
 
 
 def test_request_with_poisoned_kv_is_flagged_with_an_id_that_exists(model: TinyModel) -> None:
@@ -31,12 +31,12 @@ def test_request_with_poisoned_kv_is_flagged_with_an_id_that_exists(model: TinyM
     poison_blocks(engine)
     _, result = submit(engine)
     for row, slot in enumerate(ROWS):
-        assert result.tokens[row].is_finite == (slot in GOOD_SLOTS)
-        assert 0 <= result.tokens[row].token_id < model.facts.vocab_size
+        assert result.is_finite[row] == (slot in GOOD_SLOTS)
+        assert 0 <= result.token_ids[row] < model.facts.vocab_size
     # The id of a flagged row may be the next step's input before the host knows: it must not do harm.
     start, _, block_ids = ROWS[0]
     chunk = TokenChunk(0, 100, start + 1, 1, (), block_ids, samples=True)
-    assert not engine.runner.submit(StepPlan(2, (), (chunk,))).wait().tokens[0].is_finite
+    assert not engine.runner.submit(StepPlan(2, (), (chunk,))).wait().is_finite[0]
 
 
 class GradientWatch(TorchDispatchMode):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from server.engine.messages import FinishReason, SamplingParams, Submit, TokenOutput
 from server.kv.block_tables import BlockTables
 from server.scheduler.budget import SchedulerLimits
-from server.scheduler.plan import SampledToken, SlotReset, StepPlan, StepResult, TokenChunk
+from server.scheduler.plan import SlotReset, StepPlan, StepResult, TokenChunk
 from server.scheduler.scheduler import Scheduler
 
 VOCAB_SIZE = 32
@@ -105,7 +105,9 @@ class SimulatedRunner:
             self._check_reads(chunk)
         for chunk in plan.chunks:
             self._write(chunk)
-        return StepResult(plan.step, tuple(self._sample(chunk) for chunk in plan.chunks if chunk.samples))
+        samples = [self._sample(chunk) for chunk in plan.chunks if chunk.samples]
+        ids, finite = [token_id for token_id, _ in samples], [is_finite for _, is_finite in samples]
+        return StepResult(plan.step, ids, [-0.5] * len(samples), finite)
 
     def _check_length(self, plan: StepPlan) -> None:
         is_new = {reset.slot for reset in plan.resets}
@@ -148,13 +150,13 @@ class SimulatedRunner:
         for position in range(chunk.start, chunk.start + chunk.num_tokens):
             self._blocks[chunk.block_ids[position // size]][position % size] = cells[position]
 
-    def _sample(self, chunk: TokenChunk) -> SampledToken:
+    def _sample(self, chunk: TokenChunk) -> tuple[int, bool]:
         slot = self._slot_of(chunk)
         is_finite = has_finite_logits(slot.cells[-1])
         num_outputs = len(slot.token_ids) - slot.num_prompt_tokens
         token_id = sample(slot.cells[-1], slot.sampling.seed, num_outputs, slot.sampling) if is_finite else 5
         slot.append(token_id)
-        return SampledToken(chunk.request_id, chunk.slot, token_id, -0.5, is_finite)
+        return token_id, is_finite
 
 
 class SimulatedEngine:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from server.engine.messages import SamplingParams, Submit, TokenOutput
 from server.scheduler.budget import SchedulerLimits
-from server.scheduler.plan import SampledToken, StepPlan, StepResult, TokenChunk
+from server.scheduler.plan import StepPlan, StepResult, TokenChunk
 from server.scheduler.request import PRIORITY_HEAD_START
 from tests.scheduler.simulator import (
     BROKEN_ID,
@@ -315,7 +315,7 @@ def test_min_tokens_postpones_eos_and_stop_ids_even_if_a_runner_samples_one() ->
     for token_id in (EOS_ID, STOP_ID, EOS_ID):
         plan = engine.scheduler.schedule()
         assert plan is not None
-        (output,) = engine.scheduler.update(StepResult(plan.step, (SampledToken(1, 0, token_id, 0.0, True),)))
+        (output,) = engine.scheduler.update(StepResult(plan.step, [token_id], [0.0], [True]))
         reasons.append(output.finish_reason)
     assert reasons == [None, None, "eos"]
 
@@ -580,8 +580,8 @@ def test_counters_count_generated_tokens_once(depth: int) -> None:
 
 
 def _result(plan: StepPlan) -> StepResult:
-    tokens = tuple(SampledToken(c.request_id, c.slot, 9, 0.0, True) for c in plan.chunks if c.samples)
-    return StepResult(plan.step, tokens)
+    count = [chunk.samples for chunk in plan.chunks].count(True)
+    return StepResult(plan.step, [9] * count, [0.0] * count, [True] * count)
 
 
 @pytest.mark.slow  # not under coverage, whose tracing takes ten times as long
