@@ -34,17 +34,6 @@ class PlanDraft:
             )
         )
 
-    def add_decode(self, request: Request, start: int, known: tuple[int, ...]) -> None:
-        """Compute the request's one missing token, at position `start`, and sample the next. () if it is in flight."""
-        slot = request.slot
-        assert slot is not None
-        self.chunks.append(TokenChunk(slot, request.request_id, start, 1, known, request.table.block_ids, True))
-        self.sampling.append(request)
-        request.num_computed = start + 1
-        request.num_in_flight += 1
-        if start + 2 >= request.max_total_tokens:
-            self.drained.append(request)
-
     def add_prefill(self, request: Request) -> None:
         """Compute as many of the request's missing tokens, all known, as the budget allows."""
         assert request.slot is not None

@@ -22,7 +22,7 @@ from server.engine.messages import FinishReason, Submit, TokenOutput
 from server.kv.block_tables import BlockTables
 from server.scheduler.budget import SchedulerLimits, TokenBudget
 from server.scheduler.draft import PlanDraft
-from server.scheduler.plan import StepPlan, StepResult
+from server.scheduler.plan import StepPlan, StepResult, TokenChunk
 from server.scheduler.request import Request, Status
 from server.scheduler.waiting import WaitingQueue, by_rank
 
@@ -130,17 +130,26 @@ class Scheduler:
 
     def _plan_decodes(self, draft: PlanDraft) -> list[Request]:
         """Plan all requests that miss one token; those that miss more are returned, by rank."""
-        prefilling = []
-        running, most, add_decode = self._running, draft.num_left, draft.add_decode
+        prefilling: list[Request] = []
+        running, most = self._running, draft.num_left
+        chunks, sampling = draft.chunks, draft.sampling
         for request in running:  # preemption shortens the list, behind this request only
             # Written out, as this runs for each request and step: a property or a call is a tenth of the loop.
-            token_ids, start = request.token_ids, request.num_computed
+            token_ids, start, table = request.token_ids, request.num_computed, request.table
             num_known = len(token_ids)
             if num_known + request.num_in_flight > start + 1:
                 prefilling.append(request)
-            elif start < request.table.num_positions or self._make_room(request):
-                add_decode(request, start, (token_ids[start],) if start < num_known else ())
-                if len(draft.chunks) == most:
+            elif start < table.num_positions or self._make_room(request):
+                known = (token_ids[start],) if start < num_known else ()  # (): the id is still on the device
+                slot = request.slot
+                assert slot is not None
+                chunks.append(TokenChunk(slot, request.request_id, start, 1, known, table.block_ids, True))
+                sampling.append(request)
+                request.num_computed = start + 1
+                request.num_in_flight += 1
+                if start + 2 >= request.max_total_tokens:
+                    draft.drained.append(request)
+                if len(chunks) == most:
                     break
         return prefilling
 
@@ -228,7 +237,7 @@ class Scheduler:
         step, requests = self._planned.popleft()
         assert step == result.step, f"result of step {result.step}, expected that of step {step}"
         outputs: list[TokenOutput] = []
-        finished = Status.FINISHED
+        num_generated, finished, running, offer = 0, Status.FINISHED, Status.RUNNING, self._tables.offer
         columns = zip(requests, result.token_ids, result.logprobs, result.is_finite, strict=True)
         for request, token_id, logprob, is_finite in columns:
             request.num_in_flight -= 1
@@ -244,15 +253,16 @@ class Scheduler:
             finish_reason: FinishReason | None = None
             if num_known >= request.max_total_tokens or token_id in request.end_ids:
                 finish_reason = self._finish_if_ended(request)
-            if num_known >= request.table.next_offer and request.status is Status.RUNNING:
-                self._tables.offer(request.table, token_ids, request.num_offerable)
+            if num_known >= request.table.next_offer and request.status is running:
+                offer(request.table, token_ids, request.num_offerable)
             if request.has_output:
                 outputs.append(TokenOutput(request.request_id, token_id, logprob, finish_reason))
             else:
                 request.has_output = True
                 num_cached = request.num_cached_tokens or 0
                 outputs.append(TokenOutput(request.request_id, token_id, logprob, finish_reason, "", num_cached))
-            self.num_generated_tokens += 1
+            num_generated += 1
+        self.num_generated_tokens += num_generated
         return outputs
 
     def _finish_if_ended(self, request: Request) -> FinishReason | None:
