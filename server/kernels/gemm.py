@@ -6,6 +6,8 @@ BLOCK_K             columns of x and weight at a time
 MORE_M, MORE_N      of BLOCK_M and BLOCK_N, what is in a second tile, which makes 192 of 128 + 64; 0 if they are one
 MASKS_K             k need not be a multiple of BLOCK_K
 WEIGHTS_FIRST       tensor cores compute weight @ x.T: their wide side (64 rows and more) is weights, x the narrow one
+
+Tiles come by pointers: tensor descriptors that a kernel makes need scratch memory, which launches do not give.
 """
 
 import triton
