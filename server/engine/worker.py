@@ -18,6 +18,7 @@ from server.engine.boot import build_engine
 from server.errors import StartupError
 from server.launch.board import Board, ExitCode, ModelState, Role, StopMode
 from server.launch.fork_check import forked_at
+from server.launch.garbage import resume_collector
 from server.launch.parent_death import die_with_parent
 from server.launch.service import Service, current_service
 from server.launch.supervisor import wake_master
@@ -106,6 +107,7 @@ def _build_and_run(service: Service) -> None:
     board.num_engine_starts += 1
     board.model_state = ModelState.READY
     wake_master(board)
+    resume_collector()  # no pass between steps over what was built for the engine
     engine.run()
 
 
