@@ -23,14 +23,14 @@ import msgspec  # noqa: E402
 
 from server.cli.make_model import SHAPES  # noqa: E402
 from server.kernels.tile_files import TileRange  # noqa: E402
-from server.kernels.tuning.__main__ import describe, glue_recipes, recipes_of, say  # noqa: E402
+from server.kernels.tuning.__main__ import describe, glue_recipes, recipes_of, say, tile_contenders  # noqa: E402
 from server.kernels.tuning.cases import GemmCase, cases_of  # noqa: E402
 from server.kernels.tuning.choose import Contender  # noqa: E402
 from server.kernels.tuning.compiled import CandidateFolder, CompiledCandidates  # noqa: E402
 from server.kernels.tuning.rig import GemmRig  # noqa: E402
 from server.models.facts import facts_from_config  # noqa: E402
 from server.ops.cuda.nvidia import NvidiaDriver  # noqa: E402
-from server.ops.cuda.tiles import GEMM_OPERATIONS, Tile  # noqa: E402
+from server.ops.cuda.tiles import GEMM_OPERATIONS  # noqa: E402
 
 FACTS = facts_from_config(SHAPES["qwen2-7b"] | {"dtype": "bfloat16"})
 
@@ -60,25 +60,14 @@ def show_speed(case: GemmCase, m: int, folder: Path) -> None:
     driver = NvidiaDriver.open()
     arch = driver.facts.arch
     compiled = CandidateFolder(folder, arch)
-    recipes = list(recipes_of(case, m, arch))
     glue = glue_recipes(case.shape.dtype)
-    compiled.compile([*glue, *(recipe for _, recipe in recipes)], len(os.sched_getaffinity(0)), say)
+    compiled.compile([*glue, *(recipe for _, recipe in recipes_of(case, m, arch))], len(os.sched_getaffinity(0)), say)
     driver.prepare_gemms()
     images = [image for recipe in glue if (image := compiled.image(recipe))]
     rig = GemmRig(driver, driver.create_stream(), images, FACTS, case, m, say)
     rig.set_rows(m)
     contenders = [Contender("cublas", TileRange(m), None)]
-    for candidate, recipe in recipes:
-        if image := compiled.image(recipe):
-            range_ = TileRange(
-                m,
-                kernel=candidate.kernel,
-                constants=dict(candidate.constants),
-                num_warps=candidate.num_warps,
-                num_stages=candidate.num_stages,
-                num_splits=candidate.num_splits,
-            )
-            contenders.append(Contender("triton", range_, Tile(image, candidate.num_splits)))
+    contenders += tile_contenders(compiled, case, m, arch)
     timed = [(us, each) for each in contenders if (us := rig.race.quick_us(each)) is not None]
     weights = case.shape.n * case.shape.k
     print(f"{case}, {m} rows, {driver.facts.name}")

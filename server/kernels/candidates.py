@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from server.kernels.spec import Constant
+from server.ops.cuda.sizes import GEMM_WORKSPACE
 from server.ops.cuda.tiles import GemmOperation
 
-WORKSPACE_BYTES = 64 << 20  # that partial sums may take
 ITEM_BYTES = 2  # of x and weights
 MAX_SPLITS = 16
 MIN_SPLIT_COLUMNS = 256  # of k: less is all ramp
@@ -56,6 +56,11 @@ class _Tile:
         """Registers that the sums take."""
         height = self.block_k if self.rows == 1 else self.rows
         return height * self.weights // (self.num_warps * _THREADS)
+
+
+def max_shared_bytes(arch: str) -> int:
+    """What a block may have."""
+    return _SHARED_BYTES.get(arch, 48 << 10)
 
 
 def candidates(
@@ -208,7 +213,7 @@ def _of_two_tiles_of_weights(rows: int, more_rows: int) -> Iterator[_Tile]:
 def _fits(tile: _Tile, k: int, arch: str) -> bool:
     """Into shared memory, registers and k: only the smallest tiles mask its end."""
     return (
-        tile.shared_bytes <= _SHARED_BYTES.get(arch, 48 << 10)
+        tile.shared_bytes <= max_shared_bytes(arch)
         and tile.sums_per_thread <= MAX_SUMS_PER_THREAD
         and (k % tile.block_k == 0 or tile.block_k <= 64 or tile.rows == 1)
     )
@@ -222,7 +227,7 @@ def _is_worth_its_second_tile(tile: _Tile, num_programs: int, arch: str) -> bool
 
 def _splits(num_programs: int, m: int, n: int, k: int, arch: str) -> Sequence[int]:
     """Into how many parts k may be cut: of those that fill one, two and three waves, the two that do it best."""
-    most = min(MAX_SPLITS, k // MIN_SPLIT_COLUMNS, WORKSPACE_BYTES // (4 * m * n))
+    most = min(MAX_SPLITS, k // MIN_SPLIT_COLUMNS, GEMM_WORKSPACE.num_bytes // (4 * m * n))
     if not most:
         return []
     fillings = (waves * _processors(arch) // num_programs for waves in (1, 2, 3))

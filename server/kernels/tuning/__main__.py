@@ -28,7 +28,6 @@ from server.kernels.tuning.compiled import CandidateFolder
 from server.kernels.tuning.rig import GemmRig, algorithm_contender
 from server.models.facts import ModelFacts, facts_from_config
 from server.ops.cuda.driver import Driver
-from server.ops.cuda.sizes import GEMM_WORKSPACE
 from server.ops.cuda.tiles import GEMM_OPERATIONS, Tile
 
 if TYPE_CHECKING:
@@ -222,17 +221,16 @@ def _measure(
             rig.set_rows(m)
             library = Contender("cublas", TileRange(m), None)
             algorithms = [algorithm_contender(m, algorithm) for algorithm in rig.algorithms(MAX_ALGORITHMS)]
-            chosen = choose(library, [*algorithms, *_tiles(tuning, case, m, arch)], rig.race)
+            chosen = choose(library, [*algorithms, *tile_contenders(tuning.candidates, case, m, arch)], rig.race)
             yield chosen, dict(rig.host_us)
     finally:
         rig.close()
 
 
-def _tiles(tuning: Tuning, case: GemmCase, m: int, arch: str) -> Iterable[Contender]:
+def tile_contenders(compiled: CandidateFolder, case: GemmCase, m: int, arch: str) -> Iterable[Contender]:
+    """Those candidates that were compiled and fit the device."""
     for candidate, recipe in recipes_of(case, m, arch):
-        image = tuning.candidates.image(recipe)
-        partial_bytes = 4 * candidate.num_splits * m * case.shape.n if "split" in candidate.kernel else 0
-        if image is not None and partial_bytes <= GEMM_WORKSPACE.num_bytes:
+        if image := compiled.image(recipe):
             yield Contender("triton", _range(m, candidate), Tile(image, candidate.num_splits))
 
 

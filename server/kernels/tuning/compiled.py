@@ -13,13 +13,13 @@ import msgspec
 
 from server.errors import StartupError
 from server.kernels.build import Job, compile_job, compiler_pool, key_maker
+from server.kernels.candidates import max_shared_bytes
 from server.kernels.manifest import FORMAT, Manifest, ManifestFile, ManifestImage
 from server.ops.cuda.driver import KernelImage
 
 if TYPE_CHECKING:
     from server.kernels.catalog import Recipe
 
-MAX_SHARED_BYTES = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
 _LIST = "candidates.json"
 
 
@@ -65,7 +65,7 @@ class CandidateFolder:
 
     def _find(self, key: str) -> KernelImage | None:
         image = self._compiled.images.get(key)
-        if image is None or image.shared_bytes > MAX_SHARED_BYTES.get(self._arch, 48 << 10):
+        if image is None or image.shared_bytes > max_shared_bytes(self._arch):
             return None
         content = ManifestFile(FORMAT, "", "", {}, (), (image,))
         return Manifest(self._folder, content).images(self._arch)[0]

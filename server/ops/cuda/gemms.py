@@ -220,11 +220,8 @@ class Projections:
 
 def usable_ranges(driver: Driver, table: GemmTable) -> Mapping[GemmShape, GemmRanges]:
     """The table, without algorithms that belong to another version of the GEMM library: it chooses in their place."""
-    stale = {
-        shape: sum(isinstance(choice, GemmAlgorithm) for choice in ranges.choices)
-        for shape, ranges in table.ranges.items()
-    }
-    num_algorithms = sum(stale.values())
+    choices = [choice for ranges in table.ranges.values() for choice in ranges.choices]
+    num_algorithms = sum(isinstance(choice, GemmAlgorithm) for choice in choices)
     if not num_algorithms:
         return table.ranges
     version = driver.gemm_version()

@@ -14,7 +14,7 @@ from server.ops.cuda.staging import staging_spec
 from server.ops.interface import Activations, BatchLimits
 
 GEMM_WORKSPACE = BufferSpec((64 << 20,), "uint8")
-GRAPH_BYTES = 1 << 20  # device memory of one recorded decode step
+GRAPH_BYTES = 1 << 20  # device memory of one recorded step
 
 
 def kv_pool_spec(facts: ModelFacts, limits: BatchLimits) -> BufferSpec:
@@ -49,7 +49,7 @@ def frequencies_spec(facts: ModelFacts) -> BufferSpec:
 
 
 def max_graph_requests(limits: BatchLimits) -> int:
-    """The largest step of decodes, which is the largest that can be recorded."""
+    """The most decodes of a step that is recorded."""
     return min(limits.max_num_requests, limits.max_batched_tokens)
 
 

@@ -3,7 +3,6 @@
 Plain data, resolved to compiled kernels. Does not know how anything is launched.
 """
 
-from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,11 +46,6 @@ class GemmRanges:
     def __post_init__(self) -> None:
         assert len(self.max_rows) == len(self.choices), f"{len(self.choices)} choices for {self.max_rows}"
         assert list(self.max_rows) == sorted(set(self.max_rows)), f"{self.max_rows} do not ascend"
-
-    def choice(self, m: int) -> GemmChoice:
-        """For m rows."""
-        index = bisect_left(self.max_rows, m)
-        return self.choices[index] if index < len(self.choices) else None
 
 
 @dataclass(frozen=True, slots=True)
