@@ -138,6 +138,7 @@ class StandInCublas:
         self.used: list[int] = []  # first words of the algorithms of all calls
         self.rows: list[int] = []  # of each question
         self.heuristics: list[dict[int, int]] = []  # the preferences of each question
+        self.least_room = 0  # of workspace: with less it knows no algorithm
         self._objects: list[dict[Any, Any]] = [{}]
 
     def __getattr__(self, name: str) -> Any:
@@ -186,15 +187,18 @@ class StandInCublas:
     do_cublasLtMatmulDescSetAttribute = do_cublasLtMatrixLayoutSetAttribute = _set
     do_cublasLtMatmulPreferenceSetAttribute = _set
 
-    def do_cublasLtMatmulAlgoGetHeuristic(self, handle: Any, desc: Any, *rest: Any) -> None:
+    def do_cublasLtMatmulAlgoGetHeuristic(self, handle: Any, desc: Any, *rest: Any) -> int:
         *_layouts, preference, num_wanted, found, num_found = rest
         self.rows.append(self._objects[_layouts[-1].value][3])
         self.heuristics.append(dict(self._objects[preference.value]))
         if 8 in self._objects[desc.value]:
             self.heuristics[-1][0] = self._objects[desc.value][8]  # how the bias is aligned
+        if self._objects[preference.value][1] < self.least_room:
+            return 15
         num_found._obj.value = min(num_wanted.value, self.num_algorithms)
         for index in range(num_found._obj.value):
             found[index].algorithm[0], found[index].workspace_bytes = 0xA1 + index, 512 * index
+        return 0
 
     def do_cublasLtGetVersion(self) -> int:
         return 130101

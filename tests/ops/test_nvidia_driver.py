@@ -748,6 +748,15 @@ def test_a_search_looks_at_other_sizes_and_keeps_what_this_one_can_use(
     assert blas.used == [0xA1]
 
 
+def test_a_search_fails_only_where_nothing_is_known_at_all(driver: NvidiaDriver, blas: StandInCublas) -> None:
+    problem = GemmProblem(3, 16, 8, "bfloat16", "bfloat16", False, 600)
+    blas.least_room = 1
+    assert driver.search_gemms(problem, 64)
+    blas.least_room = 601
+    with pytest.raises(DriverError, match="AlgoGetHeuristic of m 3, n 16, k 8"):
+        driver.search_gemms(problem, 64)
+
+
 def test_variants_of_an_algorithm_differ_in_one_respect_and_sum_in_fp32(
     driver: NvidiaDriver, stream: Stream, blas: StandInCublas
 ) -> None:

@@ -166,12 +166,20 @@ class LtGemm:
         Addresses are multiples of 256 then. Raises DriverError if it knows no algorithm at all.
         """
         unique: dict[bytes, LtHeuristicResult] = {}
+        errors: list[DriverError] = []
         for rows in (m, 2 * m, 4 * m, -(-m // 2)):
+            self._set_rows(rows)
             for room in (workspace_bytes, 0):
-                self._set_rows(rows)
-                for result in self._ask_heuristic(rows, WIDEST_ALIGNMENT, room, max_results):
+                try:
+                    results = self._ask_heuristic(rows, WIDEST_ALIGNMENT, room, max_results)
+                except DriverError as error:  # it may know none without a workspace, or for another size
+                    errors.append(error)
+                    continue
+                for result in results:
                     unique.setdefault(bytes(result.algorithm), result)
         self._set_rows(m)
+        if not unique:
+            raise errors[0]
         return self._usable((result for result in unique.values() if result.state == 0), workspace_bytes)[:max_results]
 
     def vary(self, m: int, workspace_bytes: int, algorithm: GemmAlgorithm) -> list[GemmAlgorithm]:
