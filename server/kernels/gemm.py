@@ -302,19 +302,19 @@ _GENERAL: dict[str, Constant] = {
 }
 
 
-def _linear(name: str, out: str) -> KernelSpec:
+def _linear(name: str, out: str, *has_biases: bool) -> KernelSpec:
     return KernelSpec(
         name=name,
         function="linear",
         parameters={"x": "*T", "weight": "*T", "bias": "*T", "out": out, **_SIZES},
-        variants=(Variant(_GENERAL | {"HAS_BIAS": True}, num_stages=3),),
+        variants=tuple(Variant(_GENERAL | {"HAS_BIAS": has_bias}, num_stages=3) for has_bias in has_biases),
         aligned=_ALIGNED,
     )
 
 
 SPECS = (
-    _linear("linear", "*T"),
-    _linear("linear_fp32", "*fp32"),
+    _linear("linear", "*T", True, False),
+    _linear("linear_fp32", "*fp32", False),
     KernelSpec(
         name="linear_split",
         function="linear_split",

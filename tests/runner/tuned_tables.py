@@ -4,7 +4,9 @@ from collections.abc import Callable
 
 from server.kernels.tuning.cases import GemmCase, cases_of
 from server.models.facts import ModelFacts
+from server.ops.cuda.buffer import BufferDType
 from server.ops.cuda.driver import GemmAlgorithm, KernelImage
+from server.ops.cuda.kernels import Kernels
 from server.ops.cuda.tiles import GemmChoice, GemmRanges, GemmTable, Tile
 
 KERNELS: dict[str, str] = {
@@ -13,6 +15,12 @@ KERNELS: dict[str, str] = {
     "linear_add_norm": "linear_split",
     "logits": "linear_fp32",
 }
+
+
+def built_image(kernels: Kernels, dtype: BufferDType, name: str, has_bias: bool) -> KernelImage:
+    """The variant for any shape that every build has."""
+    constants = {"HAS_BIAS": has_bias} if name in ("linear", "linear_fp32") else {}
+    return kernels.get(name, dtype, **constants).image
 
 
 def table_of_all_ways(

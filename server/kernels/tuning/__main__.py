@@ -25,7 +25,7 @@ from server.kernels.tile_files import FORMAT, GemmKey, TileFile, TileGemm, TileR
 from server.kernels.tuning.cases import SIZES, GemmCase, cases_of
 from server.kernels.tuning.choose import Contender, Kind, choose
 from server.kernels.tuning.compiled import CandidateFolder
-from server.kernels.tuning.rig import GemmRig, algorithm_contender
+from server.kernels.tuning.rig import CAREFUL_REPEATS, GemmRig, algorithm_contender
 from server.models.facts import ModelFacts, facts_from_config
 from server.ops.cuda.driver import Driver
 from server.ops.cuda.tiles import GEMM_OPERATIONS, Tile
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from server.kernels.catalog import Recipe
 
 MAX_ALGORITHMS = 64  # that cuBLAS is asked for
-HOW = "medians of 7, in turns, of graphs that run through the weights of all layers"
+HOW = f"medians of {CAREFUL_REPEATS}, in turns, of graphs that run through the weights of all layers"
 # What operations launch beside the projections.
 _GLUE = ("add_rms_norm", "add_rms_norm_partials", "gate", "reduce_partials")
 EXIT_FAILED = 1
