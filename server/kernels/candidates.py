@@ -84,10 +84,12 @@ def candidates(
         elif operation == "linear_add_norm":
             found += [_candidate("linear", tile, k, HAS_BIAS=True)] if has_bias else by_splits
         else:
+            whole = _candidate("linear", tile, k, HAS_BIAS=has_bias)
+            in_parts = [candidate for candidate in by_splits if candidate.num_splits > 1]
             # Where a projection has enough programs by itself, parts of k are only more work.
             is_enough, is_plenty = (num_programs >= share * _processors(arch) for share in (0.5, 3))
-            found += [_candidate("linear", tile, k, HAS_BIAS=has_bias)] if is_enough or not splits else []
-            found += [] if is_plenty else [candidate for candidate in by_splits if candidate.num_splits > 1]
+            found += [whole] if is_enough or not in_parts else []
+            found += [] if is_plenty else in_parts
     return found
 
 
