@@ -134,6 +134,13 @@ def measure(ops: CudaOperations, sizes: Sequence[StepSize], context: int, num_st
         yield Row(size.num_tokens, size.num_samples, int(size.num_prefills > 0), *times, *issued)
 
 
+def limits_of(num_requests: int, context: int, max_mixed_tokens: int) -> BatchLimits:
+    """Of steps of Qwen2-7B with room for `context` tokens, or a prompt of a whole step, of each request."""
+    num_blocks = 1 + num_requests * (max(context, max_mixed_tokens) // BLOCK_SIZE + 2)
+    max_tokens = max(max_mixed_tokens, num_requests)
+    return BatchLimits(max_tokens, num_requests, 32768, num_blocks, BLOCK_SIZE, max_mixed_tokens=max_mixed_tokens)
+
+
 def make_operations(limits: BatchLimits, *, on_nothing: bool, early_launch: bool = False) -> CudaOperations:
     """Of the machine's GPU, or of a driver that does nothing."""
     layout = weight_layout(QWEN2_7B)
@@ -177,11 +184,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--on-nothing", action="store_true", help="on a driver that does nothing: try this script")
     options = parser.parse_args()
-    num_blocks = 1 + options.requests * (max(options.context, options.mixed_tokens) // BLOCK_SIZE + 2)
-    limits = BatchLimits(
-        max(options.mixed_tokens, options.requests), options.requests, 32768, num_blocks, BLOCK_SIZE,
-        max_mixed_tokens=options.mixed_tokens,
-    )  # fmt: skip
+    limits = limits_of(options.requests, options.context, options.mixed_tokens)
     for name in options.switch_on:
         setattr(attention, name, True)
     ops = make_operations(limits, on_nothing=options.on_nothing)

@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.gpu.graph_times import BLOCK_SIZE, make_operations, plans, time_steps
+from scripts.gpu.graph_times import limits_of, make_operations, plans, time_steps
 from scripts.profile_submit import QWEN2_7B
 from server.ops.interface import BatchLimits, StepSize
 from server.runner.graphs import graph_sizes
@@ -167,7 +167,7 @@ def profiles(variant: str, options: argparse.Namespace) -> Iterator[Profile]:
             switch_on(setting)
     if not options.on_nothing:
         start_listening()
-    limits = _limits(options)
+    limits = limits_of(options.requests, options.context, options.mixed_tokens)
     ops = make_operations(limits, on_nothing=options.on_nothing, early_launch=EARLY_LAUNCH in settings)
     sizes = _sizes(options, limits)
     for is_replayed in (True, False):
@@ -184,16 +184,9 @@ def profiles(variant: str, options: argparse.Namespace) -> Iterator[Profile]:
             yield Profile(variant or "as it is", _title(size), is_replayed, wall_ms, host_us, gaps, kernels)
 
 
-def _limits(options: argparse.Namespace) -> BatchLimits:
-    num_blocks = 1 + options.requests * (max(options.context, options.mixed_tokens) // BLOCK_SIZE + 2)
-    return BatchLimits(
-        max(options.mixed_tokens, options.requests), options.requests, 32768, num_blocks, BLOCK_SIZE,
-        max_mixed_tokens=options.mixed_tokens,
-    )  # fmt: skip
-
-
 def _sizes(options: argparse.Namespace, limits: BatchLimits) -> list[StepSize]:
-    sizes = {_title(size): size for size in graph_sizes(options.requests, limits)}
+    # Decodes alone, which come first, where mixed steps of as many tokens and requests are recorded too.
+    sizes = {_title(size): size for size in reversed(graph_sizes(options.requests, limits))}
     unknown = [title for title in options.size if title not in sizes]
     if unknown:
         sys.exit(f"no steps of {', '.join(unknown)} are recorded; there are {', '.join(sizes)}")

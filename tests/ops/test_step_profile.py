@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts.gpu import step_profile
+from scripts.gpu.graph_times import limits_of
 from scripts.gpu.step_profile import Activity, Gaps, Kernel, Profile, by_kernel, describe, measure_gaps, read_profile
 
 ROOT = Path(__file__).parents[2]
@@ -84,6 +85,13 @@ def test_every_variant_is_measured_at_every_size_replayed_and_issued(tmp_path: P
     assert [(row["variant"], row["size"], row["is_replayed"]) for row in found] == [
         (variant, "1x1", is_replayed) for variant in ("as it is", "early_launch") for is_replayed in (True, False)
     ]
+
+
+def test_a_size_that_decodes_and_mixed_steps_have_is_that_of_decodes() -> None:
+    options = step_profile._parser().parse_args(["--size", "64x64", "256x256", "512x256"])
+    decodes, largest, mixed = step_profile._sizes(options, limits_of(256, 200, 512))
+    assert (decodes.num_prefills, largest.num_prefills) == (0, 0)
+    assert mixed.num_prefills
 
 
 def test_an_unknown_size_is_named_with_what_there_is() -> None:
