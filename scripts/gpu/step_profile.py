@@ -185,8 +185,11 @@ def profiles(variant: str, options: argparse.Namespace) -> Iterator[Profile]:
 
 
 def _sizes(options: argparse.Namespace, limits: BatchLimits) -> list[StepSize]:
-    # Decodes alone, which come first, where mixed steps of as many tokens and requests are recorded too.
-    sizes = {_title(size): size for size in reversed(graph_sizes(options.requests, limits))}
+    sizes: dict[str, StepSize] = {}
+    for size in graph_sizes(options.requests, limits):
+        sizes.setdefault(
+            _title(size), size
+        )  # decodes alone come first, and mixed steps of the same counts are left out
     unknown = [title for title in options.size if title not in sizes]
     if unknown:
         sys.exit(f"no steps of {', '.join(unknown)} are recorded; there are {', '.join(sizes)}")
