@@ -23,6 +23,8 @@ _PTX_MEMORY = re.compile(
     r"(ldu?|st|atom|red|cp|prefetchu?|ldmatrix|stmatrix|tensormap|mbarrier|fence|membar|multimem|griddepcontrol|tex"
     r"|suld|sust|discard|applypriority)\."
 )
+# A block's own memory, which no kernel before has: Triton takes tensor memory (sm_100) before the source's first line.
+_PTX_OWN_MEMORY = re.compile(r"(@!?%p\d+\s+)?(tcgen05\.(alloc|relinquish_alloc_permit)\.|ld\.shared\.)")
 _PTX_LABEL = re.compile(r"^\s*[$\w]+:")
 _PTX_PARAMETER = re.compile(r"ld\.param\.")
 _PTX_TYPE_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
@@ -74,6 +76,8 @@ def waits_first(text: str) -> bool:
         for statement in _statements(line):
             if statement.startswith(_PTX_WAIT):
                 return True
+            if _PTX_OWN_MEMORY.match(statement):
+                continue
             if _PTX_BRANCH.match(statement):
                 raise ValueError(f"its wait for the kernels before it comes after a branch: {statement}")
             if _PTX_MEMORY.match(statement) and not _PTX_PARAMETER.match(statement):

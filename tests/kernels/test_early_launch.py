@@ -52,7 +52,16 @@ def ptx(before: str = "", wait: str = WAIT) -> str:
 
 
 @pytest.mark.parametrize(
-    "before", ["", "mov.u32 %r0, %ctaid.x;", "$L__tmp0:", "// ld.global, st.global", "{ .reg .pred p; }"]
+    "before",
+    [
+        "",
+        "mov.u32 %r0, %ctaid.x;",
+        "$L__tmp0:",
+        "// ld.global, st.global",
+        "{ .reg .pred p; }",
+        "@%p9 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r103], 256;",
+        "ld.shared.b32 %r2, [global_smem];",
+    ],
 )
 def test_a_kernel_may_compute_before_it_waits(before: str) -> None:
     assert waits_first(ptx(before))
