@@ -50,7 +50,7 @@ class Ids:
         self._tokens = SampledTokens([token_id] * count, [-0.5] * count, [True] * count)
 
     def is_done(self) -> bool:
-        """As if a step took no time; the loop then reads each result in the turn that submitted it."""
+        """Not before the next step has been submitted, as on a device that is always busy."""
         return False
 
     def wait(self) -> SampledTokens:

@@ -106,6 +106,12 @@ class LoadRun(msgspec.Struct, frozen=True):
     health: Probes | None
     disturbance: Probes | None
 
+    @property
+    def num_failed(self) -> int:
+        """Requests of the load and of the probes beside it."""
+        probes = [one.errors for one in (self.health, self.disturbance) if one is not None]
+        return sum(failures.count for errors in (self.errors, *probes) for failures in errors.values())
+
 
 def measure_load(address: Address, plan: LoadPlan, session: int | None) -> Iterator[LoadRun]:
     """All loads, then all again for each repeat, so that a machine that changes changes all of them. `session`: of

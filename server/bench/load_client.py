@@ -141,6 +141,8 @@ class Connection(asyncio.Protocol):
         """
         assert self._transport is not None, "the connection has not been made"
         assert self._exchange is None, "one exchange at a time"
+        if self._transport.is_closing():  # since it was made: nobody would say so any more
+            raise ExchangeFailed(LOST)
         self._done = asyncio.get_running_loop().create_future()
         self._exchange = exchange = Exchange(time.perf_counter(), is_stream)
         self._transport.write(request)

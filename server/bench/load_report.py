@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 import server
-from server.bench.load import LoadRun
+from server.bench.load import LoadPlan, LoadRun
 from server.bench.load_figures import Figures, Spread
 from server.bench.load_probes import Probes
 from server.bench.load_requests import Shape
@@ -72,15 +72,15 @@ def make_load_report(
     )
 
 
-def compare_with_targets(runs: Sequence[LoadRun], shape: Shape) -> list[Comparison]:
+def compare_with_targets(runs: Sequence[LoadRun], plan: LoadPlan) -> list[Comparison]:
     """The medians of all runs beside what they should be on the machine that the targets are for."""
     medians = {
         (own[0].users, own[0].rate, own[0].is_stream): figures
         for own in _by_load(runs)
         if (figures := _median_figures([run.all for run in own if run.all is not None])) is not None
     }
-    is_usual_shape = shape == Shape(NUM_TOKENS, NUM_TOKENS) and not any(run.disturbance for run in runs)
-    return list(compare(medians, runs, is_usual_shape))
+    is_usual = plan.shape == Shape(NUM_TOKENS, NUM_TOKENS) and not plan.disturb_tokens and not plan.spreads_start
+    return list(compare(medians, runs, is_usual))
 
 
 def _summarise(runs: Sequence[LoadRun]) -> Iterable[Line]:

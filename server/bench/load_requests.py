@@ -7,6 +7,7 @@ Ids instead of text, so that every server gets prompts of exactly the same numbe
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 
 import msgspec
@@ -122,6 +123,6 @@ def parse_numbers(option: str, text: str, least: float) -> Sequence[float]:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
         numbers = []
-    if not numbers or any(not number >= least for number in numbers):
+    if not numbers or any(not least <= number < inf for number in numbers):
         raise StartupError(f"{option} {text}: numbers of at least {least:g} are expected, separated by commas")
     return numbers

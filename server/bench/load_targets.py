@@ -66,13 +66,16 @@ def targets_hold(device: str, backend: str) -> bool:
     return TARGETS_HOLD_FOR in device and backend == BACKEND
 
 
-def compare(figures: Mapping[LoadKey, Figures], runs: Sequence[LoadRun], is_usual_shape: bool) -> Iterable[Comparison]:
-    """`figures`: medians of all repetitions. `is_usual_shape`: 128 tokens in and out, and nothing beside the load."""
+def compare(figures: Mapping[LoadKey, Figures], runs: Sequence[LoadRun], is_usual: bool) -> Iterable[Comparison]:
+    """`figures`: medians of all repetitions. `is_usual`: 128 tokens in and out, begun together, no long prompts beside.
+
+    Latencies are of good requests alone: how many were not is a measure of its own.
+    """
     names = {(run.users, run.rate, run.is_stream): run.load for run in runs}
     for key, own in figures.items():
         of_load = [run for run in runs if (run.users, run.rate, run.is_stream) == key]
-        goals = [*_probe_goals(of_load, own)]
-        if is_usual_shape:
+        goals = [(_Goal("errors", 0, None), float(sum(run.num_failed for run in of_load))), *_probe_goals(of_load, own)]
+        if is_usual:
             goals += _latency_goals(key, own)
             goals += _streaming_goals(key, own, figures)
         for goal, value in goals:
@@ -101,7 +104,7 @@ def _probe_goals(runs: Sequence[LoadRun], figures: Figures) -> Iterable[tuple[_G
     health = [run.health.ms.p99 for run in runs if run.health is not None and run.health.ms is not None]
     if health:
         yield _Goal("GET /health P99 ms", _HEALTH_P99_MS, None), max(health)
-    if figures.itl_tail is not None and any(run.disturbance for run in runs):
+    if figures.itl_tail is not None and any(run.disturbance is not None and run.disturbance.num_good for run in runs):
         yield _Goal("ITL P99 / median, long prompts", _ITL_TAIL, None), figures.itl_tail
     memories = [run.memory.host.max for run in runs if run.memory is not None]
     if memories:

@@ -95,14 +95,14 @@ def bench_load(arguments: LoadArguments) -> None:
                 print(_progress(run), flush=True)
         except BenchFailed as error:
             failure = str(error)
-        targets = compare_with_targets(runs, shape) if targets_hold(target.device, target.backend) else []
+        targets = compare_with_targets(runs, plan) if targets_hold(target.device, target.backend) else []
         report = make_load_report(runs, failure, _own_command(), target.device, _conditions(plan, target), targets)
     print("\n" + format_load_report(report))
     if arguments.json_file is not None:
         unwritten = write_report(arguments.json_file, msgspec.json.format(msgspec.json.encode(report), indent=1))
         if unwritten:
             raise BenchFailed(unwritten)
-    if failure or any(run.errors for run in runs):
+    if failure or any(run.num_failed for run in runs):
         sys.exit(EXIT_FAILED)
 
 
@@ -161,10 +161,14 @@ def _target(arguments: LoadArguments, tested: ServerCommand | None) -> Iterator[
 
 
 def _running_target(url: str) -> _Target:
-    parts = urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname:
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port or 80
+    except ValueError as error:  # of the port or of brackets
+        raise StartupError(f"--url {url}: {error}; http://HOST:PORT is expected") from error
+    if parts.scheme != "http" or not host:
         raise StartupError(f"--url {url}: http://HOST:PORT is expected")
-    address = (parts.hostname, parts.port or 80)
+    address = (host, port)
     if ask(address, "GET", "/health") is None:
         raise StartupError(f"--url {url}: nobody answers there")
     return _describe(address, url, None)

@@ -37,6 +37,7 @@ class Inbox:
         taken, self._outputs = self._outputs, []
         if len(taken) > MAX_TAKEN:
             taken, self._outputs = taken[:MAX_TAKEN], taken[MAX_TAKEN:]
+            await asyncio.sleep(0)  # a reader that nothing holds up would take one part after the other in this turn
         return taken
 
     async def take_when_ended(self) -> list[TokenOutput]:

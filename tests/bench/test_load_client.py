@@ -115,6 +115,22 @@ def test_a_whole_answer_without_counts_is_wrong(body: bytes) -> None:
     assert failure.value.kind == "wrong content"
 
 
+def test_a_connection_that_is_lost_before_it_is_used_is_no_timeout() -> None:
+    class Closed(Wire):
+        def is_closing(self) -> bool:
+            return True
+
+    async def run() -> None:
+        connection = Connection()
+        connection.connection_made(Closed())
+        connection.connection_lost(None)
+        await asyncio.wait_for(connection.exchange(b"", is_stream=True), 5)
+
+    with pytest.raises(ExchangeFailed) as failure:
+        asyncio.run(run())
+    assert failure.value.kind == "connection lost"
+
+
 def test_a_server_that_hangs_is_given_up() -> None:
     begin = time.monotonic()
     with pytest.raises(ExchangeFailed) as failure:

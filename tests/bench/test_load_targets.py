@@ -1,14 +1,19 @@
 """Targets are held against the loads that they are for, and only on the machine and backend that they are for."""
 
-from server.bench.load import ClientShare, LoadRun
-from server.bench.load_figures import Figures, Spread
+from dataclasses import replace
+
+from msgspec.structs import replace as changed
+
+from server.bench.load import ClientShare, LoadPlan, LoadRun
+from server.bench.load_figures import Failures, Figures, Spread
 from server.bench.load_probes import Probes
 from server.bench.load_report import compare_with_targets, format_load_report, make_load_report
 from server.bench.load_requests import Shape
 from server.bench.load_targets import Comparison, targets_hold
 from server.bench.server_memory import Extent, Memory
 
-USUAL = Shape(128, 128)
+USUAL = LoadPlan((), Shape(128, 128), range(300, 4000))
+DISTURBED = replace(USUAL, disturb_tokens=4000)
 
 
 def run_of(
@@ -58,14 +63,32 @@ def test_medians_of_the_runs_are_compared() -> None:
 
 def test_other_lengths_and_numbers_have_no_targets_of_latency() -> None:
     latency = {"P50 ms", "P95 ms", "tokens/s"}
-    assert not latency & {one.measure for one in compare_with_targets([run_of(32, 1, 1)], Shape(128, 64))}
+    assert not latency & {
+        one.measure for one in compare_with_targets([run_of(32, 1, 1)], replace(USUAL, shape=Shape(128, 64)))
+    }
     assert not latency & {one.measure for one in compare_with_targets([run_of(33, 1, 1)], USUAL)}
 
 
 def test_long_prompts_are_judged_by_the_gaps_of_the_streams() -> None:
     runs = [run_of(32, 700, 5_000, tail=3.5, disturbance=Probes(3, None, {}))]
-    found = verdicts(compare_with_targets(runs, USUAL))
+    found = verdicts(compare_with_targets(runs, DISTURBED))
     assert not found["32 users", True, "ITL P99 / median, long prompts"]
+    assert ("32 users", True, "P50 ms") not in found
+
+
+def test_what_failed_meets_no_target() -> None:
+    refused = {"status 422": Failures(9, "too long")}
+    run = run_of(32, 600, 6_000, tail=1.1, disturbance=Probes(0, None, refused))
+    run = changed(run, errors={"status 429": Failures(2, "")}, health=Probes(1, Spread(1, 2, 3, 4), refused))
+    [errors] = [one for one in compare_with_targets([run], DISTURBED) if one.measure == "errors"]
+    assert (errors.value, errors.met) == (20, False)
+    found = verdicts(compare_with_targets([run], DISTURBED))
+    assert ("32 users", True, "ITL P99 / median, long prompts") not in found
+    assert verdicts(compare_with_targets([run_of(32, 600, 6_000)], USUAL))["32 users", True, "errors"]
+
+
+def test_users_that_begin_one_after_the_other_have_no_targets() -> None:
+    found = verdicts(compare_with_targets([run_of(32, 600, 6_000)], replace(USUAL, spreads_start=True)))
     assert ("32 users", True, "P50 ms") not in found
 
 

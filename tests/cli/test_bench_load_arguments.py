@@ -42,6 +42,8 @@ USUAL = LoadArguments(
     [
         ({"users": "x"}, "--users x: numbers of at least 1"),
         ({"users": "1.5"}, "whole numbers"),
+        ({"users": "inf"}, "--users inf: numbers of at least 1"),
+        ({"url": "http://127.0.0.1:99999"}, "http://HOST:PORT is expected"),
         ({"rate": "0"}, "--rate 0: numbers"),
         ({"answers": "half"}, "there are streamed and whole"),
         ({"batch": 2}, "are measured with --answers whole"),

@@ -85,6 +85,25 @@ def test_a_reader_far_behind_takes_a_bounded_number_at_a_time():
     asyncio.run(main())
 
 
+def test_a_reader_far_behind_lets_others_run_between_what_it_takes():
+    async def main():
+        inbox, num_turns = filled(1), 0
+        for number in range(5 * MAX_TAKEN):
+            inbox.put(output(1, number, is_last=number == 5 * MAX_TAKEN - 1))
+
+        async def read():
+            while await inbox.take():
+                pass
+
+        reader = asyncio.create_task(read())
+        while not reader.done():
+            await turns(1)
+            num_turns += 1
+        assert num_turns >= 5
+
+    asyncio.run(main())
+
+
 def test_a_reader_of_the_whole_is_woken_when_all_have_ended():
     async def main():
         inbox = filled(2)
