@@ -80,16 +80,6 @@ class RequestStream:
         """Unique over all web workers of the service."""
         return self._submit.request_id
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Length of the prompt that was submitted."""
-        return self._submit.num_prompt_tokens
-
-    @property
-    def has_started(self) -> bool:
-        """Whether a token has come: the request no longer waits."""
-        return bool(self._received) or self._is_final
-
     def abort(self) -> None:
         """Free the request in the engine. Does nothing once it has ended; safe to call twice."""
         if not self._is_final:
@@ -133,6 +123,8 @@ class EngineClient:
         self._board = board
         self._limits = limits
         self._live: dict[int, RequestStream] = {}
+        self._waiting: dict[int, int] = {}  # of the live ones, those without an output: request id -> prompt tokens
+        self._num_waiting_tokens = 0
         self._connection: _Connection | None = None
         self._down_since: float | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -191,13 +183,19 @@ class EngineClient:
         message = Submit(next(self._ids), token_ids, len(token_ids), sampling, priority)
         stream = RequestStream(self, message, inbox or Inbox())
         self._live[stream.request_id] = stream
+        self._waiting[stream.request_id] = len(token_ids)
+        self._num_waiting_tokens += len(token_ids)
         self._send(message)
         return stream
 
     def abort(self, stream: RequestStream) -> None:
         """Called by RequestStream.abort."""
         if self._live.pop(stream.request_id, None) is not None:
+            self._end_wait(stream.request_id)
             self._send(Abort(stream.request_id))
+
+    def _end_wait(self, request_id: int) -> None:
+        self._num_waiting_tokens -= self._waiting.pop(request_id, 0)
 
     def _check_ready(self) -> None:
         board = self._board
@@ -218,10 +216,11 @@ class EngineClient:
             raise Overloaded(
                 f"{num_requests} requests run or wait, at most {limits.max_requests} may", self._retry_after_s()
             )
-        waiting_tokens = sum(stream.num_prompt_tokens for stream in self._live.values() if not stream.has_started)
-        if waiting_tokens and waiting_tokens + num_tokens > limits.max_waiting_tokens:
+        num_waiting_tokens = self._num_waiting_tokens
+        if num_waiting_tokens and num_waiting_tokens + num_tokens > limits.max_waiting_tokens:
             raise Overloaded(
-                f"{waiting_tokens} prompt tokens wait, at most {limits.max_waiting_tokens} may", self._retry_after_s()
+                f"{num_waiting_tokens} prompt tokens wait, at most {limits.max_waiting_tokens} may",
+                self._retry_after_s(),
             )
 
     def _retry_after_s(self) -> int:
@@ -230,8 +229,7 @@ class EngineClient:
         if len(times) < 2 or times[-1] <= times[0]:
             return 1
         rate = (len(times) - 1) / (times[-1] - times[0])
-        num_waiting = sum(not stream.has_started for stream in self._live.values())
-        return max(1, round(num_waiting / rate))
+        return max(1, round(len(self._waiting) / rate))
 
     def _send(self, message: Message) -> None:
         if self._connection is not None:
@@ -271,6 +269,7 @@ class EngineClient:
     def _fail_all(self) -> None:
         self._has_served.set()
         streams, self._live = list(self._live.values()), {}
+        self._waiting, self._num_waiting_tokens = {}, 0
         for stream in streams:
             stream.give_up()
 
@@ -295,7 +294,9 @@ class EngineClient:
                 if output.token_id >= 0:
                     num_gaps[last_at] = num_gaps.get(last_at, 0) + 1
             else:
-                self._first_tokens.append(now)
+                self._end_wait(output.request_id)
+                if output.token_id >= 0:  # a refusal says nothing of how fast requests start
+                    self._first_tokens.append(now)
             if output.finish_reason is not None:
                 del self._live[output.request_id]
             stream.deliver(output, now)

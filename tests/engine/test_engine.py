@@ -231,6 +231,24 @@ def test_too_many_waiting_tokens_are_turned_away_but_one_long_prompt_is_not(engi
     with_client(scenario, ClientLimits(max_requests=4, max_waiting_tokens=10, watchdog_s=0))
 
 
+def test_prompts_wait_until_an_output_or_an_abort(engines, with_client):
+    engine = engines(gated=True)
+
+    async def scenario(client):
+        for _ in range(3):
+            client.submit([2] * 50, sampling()).abort()
+        streams = [client.submit([2] * 5, sampling(seed)) for seed in range(2)]
+        with pytest.raises(Overloaded, match="10 prompt tokens wait"):
+            client.submit([2], sampling())
+        engine.open_gate()
+        await asyncio.gather(*map(collect, streams))
+        refused = client.submit([2] * LIMITS.max_model_len, sampling())  # too long: its only output is the refusal
+        await collect(refused)
+        await collect(client.submit([2] * 50, sampling()))
+
+    with_client(scenario, ClientLimits(max_requests=4, max_waiting_tokens=10, watchdog_s=0))
+
+
 def test_the_first_output_says_how_long_the_request_waited(engines, board, with_client):
     engine = engines(limits=dataclasses.replace(LIMITS, max_num_requests=1), gated=True)
 
