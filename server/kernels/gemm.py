@@ -143,6 +143,33 @@ def _store(out, values, rows, columns, m, n):
 
 
 @triton.jit
+def _store_tile(
+    out,
+    sums,
+    sums_m,
+    sums_n,
+    sums_mn,
+    rows,
+    more_rows,
+    columns,
+    more_columns,
+    m,
+    n,
+    HAS_MORE_M: tl.constexpr,
+    HAS_MORE_N: tl.constexpr,
+    IS_GATED: tl.constexpr,
+):
+    """What _tile_sums gave, to the parts of `out` that it is of."""
+    _store(out, _gated(sums) if IS_GATED else sums, rows, columns, m, n)
+    if HAS_MORE_M:
+        _store(out, _gated(sums_m) if IS_GATED else sums_m, more_rows, columns, m, n)
+    if HAS_MORE_N:
+        _store(out, _gated(sums_n) if IS_GATED else sums_n, rows, more_columns, m, n)
+        if HAS_MORE_M:
+            _store(out, _gated(sums_mn) if IS_GATED else sums_mn, more_rows, more_columns, m, n)
+
+
+@triton.jit
 def linear(
     x,
     weight,
@@ -178,13 +205,10 @@ def linear(
         if MORE_N:
             more_biases = tl.load(bias + more_weight_rows).to(tl.float32)[None, :]
             sums_n, sums_mn = sums_n + more_biases, sums_mn + more_biases
-    _store(out, sums, rows, columns, m, n)
-    if MORE_M:
-        _store(out, sums_m, more_rows, columns, m, n)
-    if MORE_N:
-        _store(out, sums_n, rows, more_columns, m, n)
-        if MORE_M:
-            _store(out, sums_mn, more_rows, more_columns, m, n)
+    _store_tile(
+        *(out, sums, sums_m, sums_n, sums_mn, rows, more_rows, columns, more_columns, m, n),
+        *(MORE_M > 0, MORE_N > 0, False),
+    )
 
 
 @triton.jit
@@ -223,13 +247,10 @@ def linear_split(
         *(BLOCK_K, MORE_M > 0, MORE_N > 0, MASKS_K, WEIGHTS_FIRST),
     )
     of_split = partials + split.to(tl.int64) * m * n
-    _store(of_split, sums, rows, columns, m, n)
-    if MORE_M:
-        _store(of_split, sums_m, more_rows, columns, m, n)
-    if MORE_N:
-        _store(of_split, sums_n, rows, more_columns, m, n)
-        if MORE_M:
-            _store(of_split, sums_mn, more_rows, more_columns, m, n)
+    _store_tile(
+        *(of_split, sums, sums_m, sums_n, sums_mn, rows, more_rows, columns, more_columns, m, n),
+        *(MORE_M > 0, MORE_N > 0, False),
+    )
 
 
 @triton.jit
@@ -265,13 +286,10 @@ def gated_linear(
         *(x, weight, rows, more_rows, weight_rows, more_weight_rows, m, k, 0, tl.cdiv(k, BLOCK_K)),
         *(BLOCK_K, MORE_M > 0, MORE_N > 0, MASKS_K, WEIGHTS_FIRST),
     )
-    _store(out, _gated(sums), rows, columns, m, n)
-    if MORE_M:
-        _store(out, _gated(sums_m), more_rows, columns, m, n)
-    if MORE_N:
-        _store(out, _gated(sums_n), rows, more_columns, m, n)
-        if MORE_M:
-            _store(out, _gated(sums_mn), more_rows, more_columns, m, n)
+    _store_tile(
+        *(out, sums, sums_m, sums_n, sums_mn, rows, more_rows, columns, more_columns, m, n),
+        *(MORE_M > 0, MORE_N > 0, True),
+    )
 
 
 @triton.jit
